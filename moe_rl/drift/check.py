@@ -96,9 +96,20 @@ def _loaded(options: CheckOptions, device: torch.device) -> tuple[Any, int]:
         more = "" if isinstance(error, ModelError) else taken_for_hub_id(options.model)
         raise DriftError(f"--model: {str(error).removeprefix('model.path: ')}{more}") from error
     model: Any = load("--model", Source(options.model), options.dtype, device, options.trust_remote_code)
-    config = model.config.get_text_config()
+    return model, experts_per_token(model.config.get_text_config())
+
+
+def experts_per_token(config: Any) -> int:
+    """What a configuration says; of a number for each layer the largest, 1 where it says nothing.
+
+    >>> from transformers import DbrxConfig
+    >>> experts_per_token(DbrxConfig(ffn_config={"moe_top_k": 4}))
+    4
+    """
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
-    return model, next((int(getattr(config, name)) for name in names if getattr(config, name, None)), 1)
+    places = (config, getattr(config, "ffn_config", None))
+    given = next((getattr(place, name) for place in places for name in names if getattr(place, name, None)), 1)
+    return max(given) if isinstance(given, list) else int(given)
 
 
 def _cut(captured: Captured, options: CheckOptions, say: Say) -> Captured:

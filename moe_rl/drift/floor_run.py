@@ -171,6 +171,7 @@ def _measure(options: FloorOptions, source: Source, device: torch.device, found:
             kernels = options.experts_implementation is None and not isinstance(error, CannotRun)
             remedy = " (--experts-implementation eager may do)" if kernels else ""
             found.skip(dtype, "all", f"{first_line(error)}{remedy}")
+            del model, reference  # before the next is loaded
             continue
         if first is not None:
             found.measure(model, first[1], dtype, "dtype", f"{first[0]} and {dtype}")

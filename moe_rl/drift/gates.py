@@ -32,3 +32,7 @@ def _gates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if not site.fixed:
             for name, tensor in (*site.module.named_parameters(), *site.module.named_buffers()):
                 yield f"{site.name}.{name}", tensor.detach()
+            block = site.parents[0]  # some hold the selection bias beside the router, and give it to its forward
+            for name, beside in (*block._parameters.items(), *block._buffers.items()):
+                if beside is not None and beside.ndim == 1 and "bias" in name:
+                    yield f"{site.name.rpartition('.')[0]}.{name}", beside.detach()

@@ -70,7 +70,8 @@ class Sums:
     def sites(self) -> pd.DataFrame:
         """One row per routing site: change, load, margins, and what it does to the log-ratio."""
         counts = self.counts
-        share = self.load.double() / self.load.sum(-1, keepdim=True)
+        load = self.load.clamp(min=0)  # negative: an expert that a site does not have
+        share = load.double() / load.sum(-1, keepdim=True)
         table: dict[str, Any] = {
             "site_change": counts.per_site_changed / counts.per_site_total,
             "slot_change": counts.per_site_slots_changed / counts.per_site_slots_total,
@@ -90,7 +91,8 @@ class Sums:
         old, new = self.load.numpy()
         sites, experts = old.shape
         table = {"site": np.repeat(list(self.counts.sites), experts), "expert": np.tile(np.arange(experts), sites)}
-        return pd.DataFrame({**table, "old": old.ravel(), "new": new.ravel()})
+        every = pd.DataFrame({**table, "old": old.ravel(), "new": new.ravel()})
+        return every[every["old"] >= 0].reset_index(drop=True)  # negative: an expert that a site does not have
 
     def by_position(self) -> pd.DataFrame:
         """One row per position in the measured text (0: its first token)."""
@@ -204,7 +206,7 @@ def _token_rows(measured: Measured, slots: Tensor, flips: Tensor, before: Tensor
         "weight": parts.weight,
         "routing": parts.routing,
         "interaction": parts.interaction,
-        "smallest_margin": measured.margins.nan_to_num(float("inf")).amin(-1),
+        "smallest_margin": measured.margins.nan_to_num(float("inf"), posinf=float("inf")).amin(-1),
     }
     integers = {"line": lines[mask], "position": position, "token": batch.text.input_ids[mask]}
     integers |= {"flips": flips[mask], "flips_before": before[mask], "slots_changed": slots[mask]}

@@ -72,8 +72,8 @@ class GateInputs:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """What every token was to a loss, its gate included: all `[B,T]`, detached, 0 (False) in padding; None where the
-    loss has no such thing.
+    """What every token was to a loss, its gate included: all `[B,T]`, detached, 0 (False) in padding, but for the
+    weights of corrections and routes, which mean nothing there; None where the loss has no such thing.
 
     Fields:
         log_ratio: log pi - log pi_anchor, nats.

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers
 from drift_models import TEXTS, build, moved, padded, refused, save, stands_alone
 from matplotlib.figure import Figure
 
@@ -115,6 +116,31 @@ def test_other_routers_are_in_place_inside_the_block_only(tokenizer):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(ValueError, match="of another architecture"), with_gates(model, {}):
         pass
+
+
+BLOCKS = {
+    "MiniMaxM2": ({"num_local_experts": 4, "rotary_dim": 8}, "e_score_correction_bias"),
+    "Lfm2Moe": (
+        {"num_experts": 4, "num_dense_layers": 0, "moe_intermediate_size": 8, "layer_types": ["full_attention"] * 2},
+        "expert_bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_a_selection_bias_beside_the_router_is_the_router_s(family):
+    own, bias = BLOCKS[family]
+    shape = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**shape, **own))
+    other = copy.deepcopy(model).eval()
+    for site in find_sites(other):
+        getattr(site.parents[0], bias).data = torch.tensor([0.0, 9.0, 0.0, 9.0])
+    inputs = torch.arange(1, 21)[None]
+    with torch.no_grad(), with_gates(model.eval(), gates_of(other)), record_routes(model) as recording:
+        model(input_ids=inputs)
+    assert set(recording.routes.ids[0, :-1].flatten().tolist()) == {1, 3}
 
 
 def test_a_series_that_is_stopped_keeps_what_it_measured(folder, prompts, tmp_path, undrawn, monkeypatch, capsys):
