@@ -51,9 +51,10 @@ def kept_cold_start(
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelError(f"cannot keep cold-started models in {root}: {error}. Choose another folder.") from error
-    with one_at_a_time(root / f"{key}.lock"):
-        if not folder.exists():
-            _make(tiny, start, task, recipe, folder, progress)
+    if not folder.exists():  # it comes by one rename: no lock is needed, where it may not even be written
+        with one_at_a_time(root / f"{key}.lock"):
+            if not folder.exists():
+                _make(tiny, start, task, recipe, folder, progress)
     try:
         stored = parse_json((folder / COLD_START).read_bytes())
         if stored["recipe"] != recipe:

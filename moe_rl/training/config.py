@@ -208,7 +208,8 @@ class OptimConfig:
     """An update whose gradient is not finite: stop the run, or leave it out and go on. It is kept under `incidents/`
     either way (`moe_rl.training.incidents`), and moves no weight."""
     reference_reset_every: int = 0
-    """Iterative GRPO: the current policy becomes the KL reference every this many steps (0: never)."""
+    """Iterative GRPO: the current policy becomes the KL reference every this many steps (0: never). Batches that wait
+    (`rollout.lag`) keep what the reference of their scoring said."""
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,8 @@ class RoutePredictor:
             self.weights.copy_(tensors["weights"])
         own = {name.removeprefix("adam."): value for name, value in tensors.items() if name != "weights"}
         if own:
-            self.optimizer.state[self.weights] = own
+            device = self.weights.device
+            self.optimizer.state[self.weights] = {k: v if k == "step" else v.to(device) for k, v in own.items()}
 
 
 def divergence(now: Float[Tensor, "n L E"], predicted: Float[Tensor, "n L E"]) -> Float[Tensor, ""]:

@@ -73,14 +73,14 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     critic = Critic(model, config.value, config.optim, ranks) if method.advantage == "gae" else None
     learned = config.reward.model == "learned"
     reward_model = RewardModel(model, config.reward, config.optim, ranks) if learned else None
-    predicted = config.method.replay == "PR2"
-    predictor = RoutePredictor(model, config.method.predictor_learning_rate, config.optim.betas) if predicted else None
     optimizer = policy_optimizer(model, config.optim)  # which rounds weights: the run begins with them
     resets = bool(config.optim.reference_reset_every)
     reference = frozen_reference(model, resets) if method.needs_reference else None
     initial = frozen_reference(model) if method.source == "initial" else None
     engine = build_engine(config.rollout, model, tokenizer, ranks)
     policy, optimizer = ranks.prepare(model, optimizer)
+    predicted = config.method.replay == "PR2"
+    predictor = RoutePredictor(policy, config.method.predictor_learning_rate, config.optim.betas) if predicted else None
     rate, live = config.optim.expert_bias_rate, config.optim.expert_bias_loads == "live"
     bias = ExpertBias(policy, rate, live) if rate else None  # under fsdp2 some ranks have no weights until here
     for module in (reference, initial):

@@ -226,6 +226,8 @@ def _reward(config: RunConfig, method: Method) -> None:
         "rollout.group_size: a reward model learns from pairs within a group, so 2 or more; got "
         f"{config.rollout.group_size}",
     )
+    why = "method.source: a reward model learns from pairs within a group, and a prompt has one demonstration"
+    require(method.source != "demonstrations", f"{why}; use policy or initial, or reward.model: verifier")
 
 
 def _scoring(config: RunConfig, method: Method) -> None:
@@ -312,6 +314,7 @@ def _prediction(config: RunConfig) -> None:
         ("method.noise: replay does not see it, but what routers say would be read beside it", not config.method.noise),
         ("optim.share_prompts: routers are read token by token of each response", not config.optim.share_prompts),
         ("distributed.strategy: one process trains the predictors; use none", config.distributed.strategy == "none"),
+        ("optim.num_minibatches: it learns from a batch's second update on; use 2", config.optim.num_minibatches > 1),
     ):
         require(ok, f"method.replay: PR2 does not go with this {field}")
 

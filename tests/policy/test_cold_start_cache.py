@@ -30,6 +30,11 @@ def test_cold_starts_are_kept_and_found(tmp_path):
     first, tokenizer, steps = load_counting(CONFIG, tmp_path)
     again, _, none = load_counting(CONFIG, tmp_path)
     assert (steps, none) == (3, 0) and equal(first, again) and not again.training
+    (lock,) = tmp_path.glob("*.lock")
+    lock.unlink()
+    lock.mkdir()  # a folder of others, or read-only: what is there needs no lock
+    assert equal(load_counting(CONFIG, tmp_path)[0], first)
+    lock.rmdir()
     direct = build_tiny(SMALL, TOKENIZER)
     result = cold_start(direct, TOKENIZER, TASK, START)
     assert equal(first, direct)

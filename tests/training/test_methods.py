@@ -268,6 +268,8 @@ def test_refusals_name_the_method_and_the_remedy():
     refused("optim.micro_batch: dpo's pairs stay together", "dpo", optim=replace(MICRO.optim, micro_batch=3))
     refused("rollout.lag: rft learns from 'initial'", "rft", rollout=replace(MICRO.rollout, lag=1))
     refused("no group to be compared with", method=MethodConfig(source="demonstrations"))
+    imitates = MethodConfig(objective="ppo", source="demonstrations")
+    refused("a prompt has one demonstration", method=imitates, reward=RewardConfig("learned"))
     refused("nobody sampled the demonstrations", method=MethodConfig(objective="grpo_tis", source="demonstrations"))
     refused("not batch", method=MethodConfig(advantage="process", advantage_scale="batch"))
     refused(

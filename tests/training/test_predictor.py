@@ -151,6 +151,10 @@ def test_a_run_resumes_to_the_same_numbers(changes, state_of, tmp_path):
         ),
         ({"method": replace(PR2.method, predictor_learning_rate=0.0)}, "method.predictor_learning_rate"),
         ({"optim": replace(PR2.optim, share_prompts=True)}, "PR2 does not go with this optim.share_prompts"),
+        (
+            {"optim": replace(PR2.optim, num_minibatches=1)},
+            "PR2 does not go with this optim.num_minibatches: it learns",
+        ),
         ({"rollout": replace(PR2.rollout, scoring="decoding")}, "PR2 learns from what routers say in a pass"),
         ({"distributed": DistributedConfig("ddp", processes=2)}, "PR2 does not go with this distributed.strategy"),
         (

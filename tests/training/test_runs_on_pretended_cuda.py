@@ -32,6 +32,7 @@ CASES = {
         method={"objective": "ppo", "kl_coef": 0.1},
         reward={"model": "learned", "initial_batches": 1, "epochs": 1, "retrain_every": 1},
     ),
+    "PR2": micro(method={"replay": "PR2"}),
     "R3, int4 engine": micro(method={"replay": "R3"}, rollout={"engine": INT4}),
     "bf16, R2, part of it, bias": micro(
         model={"dtype": "bfloat16"}, method={"replay": "R2", "keep": 0.5}, optim={"expert_bias_rate": 0.01}
