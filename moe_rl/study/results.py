@@ -63,10 +63,7 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
         if old.stem not in tables and old.stem not in OF_POLICIES:
             old.unlink()
     contents = {
-        # Of rewards more digits: tests compare sums of them, and ties must stay ties.
-        f"{name}.csv": table.to_csv(
-            index=False, float_format="%.10g" if name == "runs" else "%.6g", lineterminator="\n"
-        )
+        f"{name}.csv": table.to_csv(index=False, float_format=DIGITS.get(name, "%.6g"), lineterminator="\n")
         for name, table in tables.items()
     }
     contents["env.json"] = json.dumps(environment_of(data), indent=1, default=str, ensure_ascii=False) + "\n"
@@ -77,6 +74,7 @@ def _left_to_run(data: StudyData) -> list[str]:
     return [*(run.name for run in data.unfinished), *data.not_started]
 
 
+DIGITS = {"runs": "%.10g"}  # tests compare sums of rewards: ties must stay ties
 OF_POLICIES = ("both_engines", "engine_rewards", "rounding_costs")
 """Tables that another script makes, of last policies (analysis/both_engines.py)."""
 
