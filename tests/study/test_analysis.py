@@ -121,5 +121,9 @@ def test_a_dose_that_has_not_begun_is_missing_from_the_score(tmp_path):
         add_rows(run, {"kind": "eval", "step": 2, "reward": 0.5 if "noise" in run.parent.name else 0.8, "reward_n": 9})
     scores = runpy.run_path(str(ROOT / "analysis" / "tuning.py"))["scores"]
     assert scores(load(folder)).to_numpy().tolist() == [[0.65, 0.65], [0.65, 0.65]]
+    run = load(folder).runs[0]
+    (run.folder / "DONE").rename(folder / "kept")  # not finished: its last evaluation so far is no score
+    assert scores(load(folder)).isna().to_numpy().sum() == 1
+    (folder / "kept").rename(run.folder / "DONE")
     shutil.rmtree(folder / "gspo_noise")
     assert scores(load(folder)).iloc[1].isna().all()
