@@ -29,7 +29,8 @@ class ReplayTrainer(Trainer):
     _probes: Sequence[ProbeBatch] = ()
     _taken = 0  # optimizer steps, over all calls of train(), each of which counts global_step from its own beginning
     _scored_at: int | None = None  # of these, when the batch in the buffer was scored
-    _forwards: list[Tensor] | None = None  # log-probabilities of the forward of a loss that is under way
+    # Of the forward of a loss that is under way: log-probabilities; the load-balancing loss, where it is added.
+    _forwards: list[tuple[Tensor, Tensor | None]] | None = None
     _not_loaded: Sequence[str] = ()  # weights that transformers did not find in the checkpoint that it loads
 
     def _choose(self: Any, replay: str, kinds: Sequence[str], first_change_tolerance: float) -> None:
@@ -58,7 +59,7 @@ class ReplayTrainer(Trainer):
         updates = self.state.global_step
         batches = updates * args.gradient_accumulation_steps / (args.steps_per_generation * self.num_iterations)
         self._scored_at = self._taken
-        self._measures.scored(responses, updates, math.ceil(batches))
+        self._measures.scored(responses, updates, math.ceil(batches), self._rewards)
 
     def _replayed_loss(
         self: Any, model: nn.Module, old: OldPolicy, found: Minibatch, real: Tensor, loss_of: Callable[[], Any]
@@ -94,7 +95,10 @@ class ReplayTrainer(Trainer):
         found.routed_rows = found.routed_rows or old.routes.live.numel()
         if now is not None:
             found.first_change = old.prove(now, real, self.first_change_tolerance)
-        found.logps = forwards[0]
+        found.logps, aux_loss = forwards[0]
+        if aux_loss is not None:
+            added = self.router_aux_loss_coef * aux_loss.detach() / self.current_gradient_accumulation_steps
+            found.aux_loss, found.aux_share = float(aux_loss.detach()), float(added)
         self._measures.minibatches.append(found)
         return loss
 
@@ -122,7 +126,7 @@ class ReplayTrainer(Trainer):
             raise RoutingError(
                 f"{self._bare.__name__} took a training step around its own loss: nothing was measured or replayed"
             )
-        self._measures.loss += float(loss)
+        self._measures.loss += float(loss) - sum(one.aux_share for one in self._measures.minibatches[before:])
         return loss
 
     def _get_grad_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +158,8 @@ class ReplayTrainer(Trainer):
         if self._scored_at is None:
             return
         update = self._taken - self._scored_at
-        self._measures.update(update, self.state.global_step + 1, lr=self.optimizer.param_groups[0]["lr"])
+        lr, coef = self.optimizer.param_groups[0]["lr"], getattr(self, "router_aux_loss_coef", None)
+        self._measures.update(update, self.state.global_step + 1, lr=lr, aux_loss_coef=coef)
         if self._probes:
             self._measures.probed(update, *measure(self.model, self._probes, self._measures.ranks))
 

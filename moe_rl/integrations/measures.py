@@ -54,6 +54,8 @@ class Minibatch:
     routed_rows: int = 0
     first_change: float | None = None
     clipped_tokens: int = 0  # where the trainer's clip fractions are of sequences
+    aux_loss: float | None = None  # the model's load-balancing loss, where it is in the trainer's loss
+    aux_share: float = 0.0  # what it adds to that
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,9 +132,9 @@ class Measures:
         self.writer, self.step = writer, None
         self.minibatches, self.loss = [], 0.0  # of an update that was interrupted
 
-    def scored(self, responses: int, updates: int, batches: int) -> None:
-        """A batch was sampled and scored; its rewards are in the log. `updates`, `batches`: how many there were before
-        it, where training begins or is resumed.
+    def scored(self, responses: int, updates: int, batches: int, rewards: Callable[[], Mapping[str, float]]) -> None:
+        """A batch was sampled and scored. `updates`, `batches`: how many there were before it, where training begins or
+        is resumed. `rewards`: what its row says of its rewards, as the catalogue defines it.
 
         Raises:
             RoutingError: training begins anew in a folder that has rows.
@@ -149,10 +151,9 @@ class Measures:
         self.step = batches if self.step is None else self.step + 1
         responses = int(self.ranks.sums(torch.tensor([responses])))
         if self.writer is not None:
-            named = {"reward_std": "reward_std", "groups_equal": "frac_reward_zero_std"}
-            named["response_length"] = "completions/mean_length"
-            found = {ours: self.log[theirs][-1] for ours, theirs in named.items() if self.log.get(theirs)}
-            self.writer.rollout(self.step, reward=self.log["reward"][-1], reward_n=responses, **found)
+            lengths = self.log.get("completions/mean_length")
+            found = {"response_length": lengths[-1]} if lengths else {}
+            self.writer.rollout(self.step, reward_n=responses, **rewards(), **found)
 
     def engine(
         self,
@@ -183,8 +184,9 @@ class Measures:
             for pair, row in rows.items():
                 self.writer.engine(self.step, pair, **row)
 
-    def update(self, update: int, taken: int, lr: float) -> None:
-        """The optimizer has taken a step on the micro-batches since the last call; `taken`: steps of the training."""
+    def update(self, update: int, taken: int, lr: float, aux_loss_coef: float | None) -> None:
+        """The optimizer has taken a step on the micro-batches since the last call; `taken`: steps of the training.
+        aux_loss_coef: of the load-balancing loss, where that is in the trainer's loss."""
         parts, self.minibatches = self.minibatches, []
         loss, self.loss = self.loss, 0.0
         if not parts:
@@ -201,19 +203,23 @@ class Measures:
         )
         old, new, mask = self.ranks.rows(old), self.ranks.rows(new), self.ranks.rows(mask).bool()
         tokens = self.ranks.sums(torch.stack([p.mask.sum() for p in parts]))
-        sequences = self.ranks.sums(torch.tensor([len(p.mask) for p in parts]))
+        sequences = self.ranks.sums(torch.stack([p.mask.bool().any(1).sum() for p in parts]))
+        members = self.ranks.sums(torch.tensor([len(p.mask) for p in parts]))  # of the trainer's means over sequences
         clipped = self.ranks.sums(torch.tensor([p.clipped_tokens for p in parts]))
-        total = float(self.ranks.sums(torch.tensor([loss]))) / self.ranks.accelerator.num_processes
+        aux = [p.aux_loss for p in parts if p.aux_loss is not None]
+        loss, aux_loss = (
+            self.ranks.sums(torch.tensor([loss, sum(aux)])) / self.ranks.accelerator.num_processes
+        ).tolist()
         if self.writer is None or self.step is None:  # None: an earlier train() sampled this batch
             return
-        row: dict[str, Any] = {"loss": total, "lr": lr, "grad_norm": self.grad_norm, TAKEN: taken}
+        row: dict[str, Any] = {"loss": loss, "lr": lr, "grad_norm": self.grad_norm, TAKEN: taken}
         row |= {"tokens": int(tokens.sum()), "sequences": int(sequences.sum())}
+        row |= {"aux_loss": aux_loss / len(parts), "aux_loss_coef": aux_loss_coef} if aux else {}
         row |= {"replayed_rows": rows[0], "routed_rows": rows[1]}
         row |= update_ratio_metrics(token_log_ratio(new, old, mask), sequence_log_ratio(new, old, mask), mask)
         for ours, theirs, weights in (
             ("entropy", "entropy", tokens / tokens.sum()),
-            ("aux_loss", "aux_loss", torch.full([len(parts)], 1 / len(parts))),
-            ("clipped_sequences", "clip_ratio/region_mean", sequences) if self.sequence_clip else
+            ("clipped_sequences", "clip_ratio/region_mean", members) if self.sequence_clip else
             ("clipped_tokens", "clip_ratio/region_mean", tokens),
         ):  # fmt: skip
             if ours.startswith("clipped") and self.sequence_clip is None:

@@ -120,6 +120,15 @@ class _RoutingReplay(ReplayTrainer):
             self._probes = [self._probe_of(batches[0])] if self._probing else []
         return batches
 
+    def _rewards(self: Any) -> dict[str, float]:
+        log = self._metrics["train"]
+        if self.kl_in_reward and self.beta:  # its rewards are then less beta times the KL, whose mean it logs
+            return {"reward": log["reward"][-1] + self.beta * log["kl"][-1]}
+        found = {"reward": log["reward"][-1], "groups_equal": log["frac_reward_zero_std"][-1]}
+        if self.scale_rewards == "batch":  # else a mean over groups of their standard deviations
+            found["reward_std"] = log["reward_std"][-1]
+        return found
+
     def _get_per_token_logps_and_entropies(
         self: Any, model: Any, model_inputs: dict[str, Any], grpo_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -127,7 +136,7 @@ class _RoutingReplay(ReplayTrainer):
         if self._scorings is None or model is not self.model:
             found = score(*args, **kwargs)
             if self._forwards is not None:
-                self._forwards.append(found[0].detach())
+                self._forwards.append((found[0].detach(), None))
             return found
         with record_routes(model) as recording:
             found = score(*args, **kwargs)

@@ -208,7 +208,7 @@ class _RoutingReplay(ReplayTrainer):
         if self._scorings is None or model is not self.model:
             found = score(model, **text, batch_size=batch_size, **kwargs)
             if self._forwards is not None:
-                self._forwards.append(found[0].detach())
+                self._forwards.append((found[0].detach(), found[2]))
             return found
         if self.replay == "R3" and not self._scorings:  # the old policy comes first; `is` proves it afterwards
             routes = self._sampled.routes(model, **text)
@@ -218,6 +218,14 @@ class _RoutingReplay(ReplayTrainer):
         with record_routes(model) as recording:
             found = score(model, **text, batch_size=batch_size, **kwargs)
         self._scorings.append(Scoring(found[0], recording.routes, recording.routes, text))
+        return found
+
+    def _rewards(self: Any) -> dict[str, float]:
+        log = self._metrics["train"]
+        found = {name: log[name][-1] for name in ("reward", "reward_std")}
+        by_group = self.scale_rewards in ("group", "none") and self.multi_objective_aggregation == "sum_then_normalize"
+        if by_group:  # else it is of the whole batch
+            found["groups_equal"] = log["frac_reward_zero_std"][-1]
         return found
 
     def _probes_of(self: Any, scoring: Scoring, output: dict[str, Any]) -> list[ProbeBatch]:

@@ -93,12 +93,17 @@ def _memory() -> tuple[Metric, ...]:
     kept = "model: the policy; value: PPO; reward: learned reward; reference, initial: where the method keeps them; what is shared with the policy (model.lora) does not count again"
     return (
         M("model_parameters", "count", "parameters of the policy"),
-        M("model_bytes", "bytes", "of its weights"),
+        M("model_bytes", "bytes", "of its weights; under fsdp2 here and below of all shards together"),
         M("model_optimizer_bytes", "bytes", "of its optimizer's state"),
         M("<model>_parameters", "count", f"the same of other models. {kept}", when="such a model"),
         M("<model>_optimizer_bytes", "bytes", "of their optimizers' states", when="such a model, trained"),
         M("<model>_bytes", "bytes", "of their weights", when="such a model"),
-        M("peak_bytes", "bytes", "most that torch held at once since the process began", when="a GPU"),
+        M(
+            "peak_bytes",
+            "bytes",
+            "most that torch held at once on its device since the process began, the largest over ranks",
+            when="a GPU",
+        ),
     )
 
 
@@ -109,7 +114,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("reward_n", "count", "responses sampled"),
         M("response_length", "tokens", "mean length of a response, replaced groups left out", "response tokens / responses"),
         M("groups_equal", "fraction", "groups whose verifier's rewards are all equal, replaced ones left out: no signal, but for `rollout.overlong_buffer` and learned rewards", "such groups / groups"),
-        M("rollout_logp_gap", "nats", "mean abs(log mu - log pi_old), sampler against scorer; pi_old routed live, under R3 and PR2 too", "Σ / response tokens"),
+        M("rollout_logp_gap", "nats", "mean abs(log mu - log pi_old), sampler against scorer; pi_old routed live, under R3 and PR2 too; null where others than the policy write the responses (`method.source`), and of batches that `rollout.scoring: decoding` scores without a pass (steps that are neither probed nor split)", "Σ / response tokens"),
         M("lag", "steps", "steps between sampling and training, as configured"),
         M("kept_reward", "reward", "mean over the responses that are trained on", when="rollout.dynamic_sampling"),
         M("refills", "count", "samplings beyond the first", when="rollout.dynamic_sampling"),
@@ -133,7 +138,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
     ),
     "update": (
         UPDATE,
-        M("loss", "1", "the objective's loss on the minibatch, to be minimised"),
+        M("loss", "1", "the objective's loss on the minibatch, to be minimised; without the load-balancing loss. In TRL less its entropy bonus (`entropy_coef`), in ms-swift with its SDAR and CHORD losses, where these are on"),
         M("lr", "1", "learning rate, warm-up included"),
         M("grad_norm", "1", "global L2 norm of the gradient before clipping"),
         M("skipped", "boolean", "its gradient was not finite and no weight was moved", when="such an update, `optim.on_nonfinite: skip`"),
@@ -260,7 +265,7 @@ HEADS = {
     "step": "one per step",
     "floor": "once per run, before its first update: equal weights, equal tokens, other arithmetic",
     "decomposition": f"one per update of a step that is split (`probe.decompose_every`); old: {LAG}",
-    "engine": "one per pair, where the sampler's routes are recorded (another engine, R3, PR2, `rollout.scoring: decoding`): of a batch at the step that samples it, rollout_to_new after each update of a probed step",
+    "engine": "one per pair, where the sampler's routes are recorded (another engine, R3, PR2; under `rollout.scoring: decoding` for batches whose step is probed or split): of a batch at the step that samples it, rollout_to_new after each update of a probed step",
     "tokens": "columns of `tokens/step_NNNNNN.parquet`, one row per response token of the probe and update",
 }
 

@@ -114,11 +114,31 @@ class Described:
         )
 
 
+IN_LOGS = {
+    "max_vio": ("probe", "site_max_vio", "the log has their mean"),
+    "replayed_fraction": ("update", "replayed_rows", "the log has the quotient"),
+    "engine_slot_change": ("engine", "slots_changed", "pair engines; the log has the quotient"),
+    **{
+        f"engine_{name}{suffix}": ("engine", name, f"pair engines{suffix}")
+        for name in ("k3", "gap_mean")
+        for suffix in ("", "_replayed")
+    },
+}
+"""Name after `routing/` in the log of TRL or ms-swift -> kind of row, name there, and what tells the two apart; those
+names that the catalogue does not have, or has for another number."""
+
+
 def describe(name: str) -> Described:
     """See `StudyData.describe`."""
     from moe_rl.measure.catalogue import CATALOGUE, find
 
-    name = name.removeprefix("routing/")  # as in the log of TRL
+    asked, name = name, name.removeprefix("routing/")  # as in the log of TRL
+    if name in IN_LOGS and (asked != name or not any(find(kind, name) for kind in CATALOGUE)):
+        kind, name, note = IN_LOGS[name]
+        (entry,) = (m for m in CATALOGUE[kind] if m.name == name)
+        return Described(name, ((kind, entry._replace(definition=f"{entry.definition} ({note})")),))
+    if name == "first_change":
+        raise StudyDataError(f"{asked} is asserted while a trainer trains; no row holds it (docs/integrations.md)")
     level = name.removesuffix("_change")
     name = f"{level}s_changed" if level in LEVELS else name  # a rate is kept as both of its counts
     name = f"extreme_2{name.removeprefix('f2')}" if name in ("f2", "f2_natural") else name

@@ -16,6 +16,7 @@ from moe_rl.routing import RoutingError, record_routes
 
 TINY = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8)
 MICRO_BATCHES = 4
+REWARDS = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 0.0, 0.0]])  # by group
 
 
 class GRPOTrainer:
@@ -25,7 +26,7 @@ class GRPOTrainer:
         self.model, self.args, self.num_iterations, self.beta = model.train(), kwargs["args"], 1, 0.0
         self.accelerator, self.state = Accelerator(cpu=True), SimpleNamespace(global_step=0)
         self.template = SimpleNamespace(padding_free=False, sequence_parallel_size=1)
-        self.overlong_filter = False
+        self.overlong_filter, self.kl_in_reward, self.scale_rewards = False, False, "group"
         self.is_multimodal, self.importance_sampling_level, self.loss_type = False, "token", "grpo"
         self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
         self.optimizer, self.callbacks = torch.optim.SGD(model.parameters(), lr=0.5), []
@@ -48,7 +49,15 @@ class GRPOTrainer:
 
     def _generate_and_score_completions(self, inputs):
         batches = self._prepare_batch_inputs(inputs)
-        self._metrics["train"]["reward"].append(0.5)
+        log, rewards = self._metrics["train"], REWARDS
+        if self.kl_in_reward and self.beta:  # compute_advantages
+            kl = torch.arange(12.0).view(4, 3)
+            rewards = rewards - self.beta * kl
+            log["kl"].append(kl.mean().item())
+        log["reward"].append(rewards.mean().item())  # and compute_reward_metrics
+        std = rewards.std() if self.scale_rewards == "batch" else rewards.std(-1).mean()
+        log["reward_std"].append(std.item())
+        log["frac_reward_zero_std"].append(torch.isclose(rewards.std(1), torch.zeros(4)).float().mean().item())
         return batches
 
     def _get_per_token_logps_and_entropies(
@@ -169,6 +178,25 @@ def test_clip_fractions_are_of_tokens_at_every_level_of_the_ratio(level, objecti
 
     trainer = make("none", Set)
     assert trainer._objective == objective and not trainer._measures.sequence_clip
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, {"groups_equal": 0.5}),
+        ({"scale_rewards": "batch"}, {"groups_equal": 0.5, "reward_std": float(REWARDS.std())}),
+        ({"kl_in_reward": True, "scale_rewards": "batch"}, {"groups_equal": 0.5, "reward_std": float(REWARDS.std())}),
+        ({"kl_in_reward": True, "scale_rewards": "batch", "beta": 0.1}, {}),
+        ({"beta": 0.1}, {"groups_equal": 0.5}),
+    ],
+)
+def test_rows_have_the_verifiers_rewards_without_the_kl_that_is_taken_off(settings, wanted):
+    class Set(GRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            vars(self).update(settings)
+
+    assert trained("none", Set)._rewards() == pytest.approx({"reward": 0.5, **wanted})
 
 
 def test_what_the_overlong_filter_leaves_out_of_the_loss_is_not_counted():

@@ -109,6 +109,58 @@ def test_clipped_tokens_of_a_sequence_ratio_are_those_of_the_clipped_sequences(d
     assert (updates.clipped_tokens == 6 * updates.clipped_sequences).all()
 
 
+def test_loss_of_a_row_is_without_the_load_balancing_loss(tmp_path):
+    from moe_rl import study
+
+    for coef in (0.0, 1.0):
+        options = {**MEASURED, "run_folder": tmp_path / f"runs{coef:.0f}", "probe_sequences": 0}
+        settings = {"gradient_accumulation_steps": 2, "max_steps": 2, "router_aux_loss_coef": coef}
+        trainer = trained(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)
+    without, added = (study.load(tmp_path / f"runs{n}").updates for n in (0, 1))
+    assert added.loss[0] == pytest.approx(without.loss[0], abs=1e-6), "the same policy on the same batch"
+    assert "aux_loss" not in without and (added.aux_loss_coef == 1).all() and (added.aux_loss > 1).all()
+    assert added.aux_loss.tolist() == pytest.approx(list(logged(trainer, "aux_loss").values()))
+    assert (added.loss + added.aux_loss).tolist() == pytest.approx(list(logged(trainer, "loss").values()), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_group"),
+    [
+        ({}, True),
+        ({"scale_rewards": "none"}, True),
+        ({"scale_rewards": "batch"}, False),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, False),
+    ],
+)
+def test_groups_of_equal_rewards_are_counted_where_trl_counts_groups(settings, by_group, tmp_path):
+    trainer = make(routing_replay(GRPOTrainer), tmp_path, options=MEASURED, **settings)
+    trainer._metrics["train"].update(reward=[0.5], reward_std=[0.1], frac_reward_zero_std=[0.25])
+    wanted = {"reward": 0.5, "reward_std": 0.1} | ({"groups_equal": 0.25} if by_group else {})
+    assert trainer._rewards() == wanted
+
+
+def test_sequences_of_a_row_have_a_token_that_counts(tmp_path):
+    from moe_rl import study
+
+    with_tokens = []
+
+    class Seen(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            with_tokens.append(int(inputs["completion_mask"].any(1).sum()))
+            return super()._compute_loss(model, inputs)
+
+    options = {**MEASURED, "run_folder": tmp_path / "runs", "probe_sequences": 0}
+    gspo = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "grpo"}
+    settings = {**gspo, "mask_truncated_completions": True}
+    trainer = trained(routing_replay(Seen), tmp_path / "trl", options=options, **settings)
+    updates = study.load(tmp_path / "runs").updates
+    assert updates.sequences.tolist() == with_tokens and 0 < min(with_tokens) < 4
+    clipped = [
+        4 * share for share in logged(trainer, "clip_ratio/region_mean").values()
+    ]  # TRL's means are over all rows
+    assert updates.clipped_sequences.tolist() == pytest.approx(clipped) and max(clipped) > 0
+
+
 def interrupted(trainer, at):
     """Train, and stop as by Ctrl-C after so many updates."""
     from transformers import TrainerCallback

@@ -345,6 +345,7 @@ def test_rates_are_sums_over_sums(folder):
         (lambda d: d.rates("slot", by=["arm"], table="floors"), "the floors of this study have no slots_changed"),
         (lambda d: d.rates("token", by=["routing_site"]), "by routing site only slots"),
         (lambda d: d.describe("kl3"), "no metric 'kl3'; did you mean 'k3'"),
+        (lambda d: d.describe("routing/first_change"), "routing/first_change is asserted .* no row holds it"),
     ],
 )
 def test_what_is_asked_wrongly_is_said(folder, ask, said):
@@ -361,6 +362,17 @@ def test_a_metric_is_described_from_the_catalogue(folder):
     count = repr(load(folder).describe("extreme_2_natural"))
     assert repr(load(folder).describe("routing/f2_natural")) == count, "the rate of TRL's log is kept as a count"
     assert "never negative" in repr(load(folder).describe("k3"))
+    logged = {  # by the trainers of others, and the rows that hold it
+        "routing/max_vio": ("site_max_vio, probe rows", "by site (the log has their mean)"),
+        "routing/replayed_fraction": ("replayed_rows, update rows", "over routed_rows"),
+        "routing/engine_slot_change": ("slots_changed, engine rows", "(pair engines; "),
+        "engine_gap_mean": ("gap_mean, engine rows", "(pair engines)"),
+        "engine_k3_replayed": ("k3, engine rows", "(pair engines_replayed)"),
+    }
+    for name, (begins, within) in logged.items():
+        text = repr(load(folder).describe(name))
+        assert text.startswith(begins) and within in text and text.count(" rows [") == 1
+    assert repr(load(folder).describe("max_vio")).startswith("max_vio, update rows")
     assert (
         repr(load(folder).describe("slot_change")) == repr(load(folder).describe("routing/slot_change")) == repr(said)
     )
