@@ -107,9 +107,7 @@ def main() -> None:
             for name, state in states.items():
                 times[name].append(timed(lambda state=state: step(state, rollout)))
         peaks = {name: peak_bytes(lambda state=state: step(state, rollout)) for name, state in states.items()}
-        memory = {
-            name: memory_metrics(state.trained, state.frozen, state.ranks.device) for name, state in states.items()
-        }
+        memory = {name: memory_metrics(state.trained, state.frozen, state.ranks) for name, state in states.items()}
 
     found = {}
     for name in ARMS:

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from moe_rl.measure.catalogue import CATALOGUE
 from moe_rl.rollout.completions import UNWRITTEN, Rollout, encode_prompts, made_of
 from moe_rl.rollout.task import Problem, TaskError, checked_reward, token_ids, user_code
 
@@ -93,7 +94,8 @@ def named_rewards(task: Any, rollout: Rollout) -> tuple[list[str], Float[Tensor,
     """The task's several rewards: their names and one column each.
 
     Raises:
-        TaskError: no reward at all, or completions whose rewards have other names.
+        TaskError: no reward at all, completions whose rewards have other names, or a name whose column `reward_<name>`
+            is another number.
     """
     found: list[dict[str, float]] = []
     for problem, text in zip(rollout.problems, rollout.completions, strict=True):
@@ -103,5 +105,7 @@ def named_rewards(task: Any, rollout: Rollout) -> tuple[list[str], Float[Tensor,
                 wanted = f"{list(found[0])} for every completion" if found[0] else "one or more rewards"
                 raise TaskError(f"expected {wanted}, got {list(found[-1])}")
     names = list(found[0])
+    if taken := [name for name in names if f"reward_{name}" in {metric.name for metric in CATALOGUE["rollout"]}]:
+        raise TaskError(f"task {task.name}, rewards: rows have a reward_{taken[0]} already; rename {taken[0]!r}")
     table = torch.tensor([[one[name] for name in names] for one in found])
     return names, table.to(rollout.input_ids.device)

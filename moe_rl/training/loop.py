@@ -126,7 +126,7 @@ def steps(state: State) -> None:
             write_probe_tables(state.folder, state.step, state.tokenizer, probe.part, rows, probe.observations)
         state.step += 1
         seconds = time.perf_counter() - started
-        memory = memory_metrics(state.trained, state.frozen, state.ranks.device)
+        memory = memory_metrics(state.trained, state.frozen, state.ranks)
         state.log.append("step", state.step - 1, seconds=seconds, **memory, **retrained)
         if state.step == config.optim.steps or state.step % config.checkpoint_every == 0:
             save_checkpoint(state)
@@ -174,12 +174,12 @@ def collect_batch(state: State) -> Batch:
     if batch.rollout_routes is not None:
         for row in engine_rows(batch, scores.replayed_logps, state.sync_guard):
             state.log.append("engine", state.step, **row)
+    two = method.source == "policy" and not decoded  # a sampler and a scorer, which may differ
+    about = rollout_metrics(rollout, batch, two, config.rollout.lag)
     if method.pairs:
         batch = pairs_of(batch, rollout.group_size, scores.learned_rewards)
         metrics["pairs"] = (batch.advantages > 0).sum()
     ranks.agree_on("the batch", batch.input_ids, batch.rewards, batch.advantages, batch.old_logps)
-    two = method.source == "policy" and not decoded  # a sampler and a scorer, which may differ
-    about = rollout_metrics(rollout, batch, two, config.rollout.lag)
     state.log.append("rollout", state.step, **{**about, **sampled, **metrics})
     return batch
 

@@ -60,7 +60,8 @@ class Probe:
         self.policy, self.part, self.ranks, self.temperature = policy, part, ranks, temperature
         self.loss, self.tables = loss, tables
         self.observations: list[Observation] = []
-        self.old_logits = self._old_router_logits() if live else None
+        self.old_logits = self._old_router_logits() if live else None  # on the CPU
+        self._old_said: dict[str, Tensor] = {}
         self.decomposition = Decomposition(policy, part, temperature) if decompose else None
 
     def rows(self, update: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -96,18 +97,19 @@ class Probe:
             metrics[f"var_sequence_{name}"] = variance(sequence_log_ratio(logps, part.live_old_logps, mask))
             metrics |= {f"{key}_{name}": value for key, value in ratio_metrics(log_ratio, mask).items()}
         metrics |= load_metrics(part.routes, routes, mask)
-        old_logits, logits = self.old_logits or [], self._response_logits(live)
-        comparable = len(logits) == len(old_logits) == len(routes.sites)
-        if comparable:
+        logits, kept, routers = self._response_logits(live), self.old_logits or [], dict[str, Tensor]()
+        if len(logits) == len(kept) == len(routes.sites):
+            old_logits = [old.to(new.device) for old, new in zip(kept, logits, strict=True)]
             metrics |= router_metrics(old_logits, logits, part.routes.shape[-1])
             chosen = routes.ids.to(mask.device)[mask]
             metrics["site_routing_confidence"] = [
                 float(routing_confidence(scores.softmax(-1), ids.to(scores.device)))
                 for scores, ids in zip(logits, chosen.unbind(1), strict=True)
             ]
+            if self.tables:
+                self._old_said = self._old_said or routers_said("old", mask, old_logits, part.routes)
+                routers = {**self._old_said, **routers_said("new", mask, logits, routes)}
         if self.tables:
-            both = ("old", old_logits, part.routes), ("new", logits, routes)
-            routers = routers_said(mask, both) if comparable else {}
             self.observations.append(Observation(update, natural, replayed, routes, routers))
         return metrics, natural, routes
 
@@ -116,15 +118,19 @@ class Probe:
         """By site, what the routers say of the n response tokens before the step's updates. Under rollout lag these are
         newer than the policy that sampled the batch."""
         self.policy.eval()
-        return self._response_logits(self._logps(self.ranks.mine(self.part), router_logits=True))
+        found = self._response_logits(self._logps(self.ranks.mine(self.part), router_logits=True))
+        return [logits.cpu() for logits in found]
 
     def _response_logits(self, out: TokenLogps) -> list[Float[Tensor, "n E"]]:
         """Router logits of all ranks on the response tokens, as many tensors as the family returns."""
         mask = self.part.completion_mask
         B, T = mask.shape
-        own = [logits.detach() for logits in out.router_logits or () if logits.numel()]
-        whole = [self.ranks.gather(logits.reshape(len(out.logps), T, -1), B) for logits in own]
-        return [as_logits(logits[mask.to(logits.device)]) for logits in whole]
+        found = []
+        for logits in out.router_logits or ():
+            if logits.numel():
+                whole = self.ranks.gather(logits.detach().reshape(len(out.logps), T, -1), B)
+                found.append(as_logits(whole[mask.to(whole.device)]))
+        return found
 
     def _logps(self, part: Batch, **options: Any) -> TokenLogps:
         return token_logps(self.policy, *part.tokens, temperature=self.temperature, **options)

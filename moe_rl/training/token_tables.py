@@ -21,8 +21,8 @@ from moe_rl.training.route_tables import write_route_changes, write_route_table
 class Observation:
     """The probed responses after one update: log-probabilities (nats) under live and under the old routes, and the live
     routes. `routers`: what the routers said of the n response tokens, old and new (`gates_and_margins`): `old_gates`,
-    `new_gates` [n,L,K], `old_margins`, `new_margins` [n,L]; empty for a family that does not return router logits, one
-    tensor for each site."""
+    `new_gates` [n,L,K], `old_margins`, `new_margins` [n,L], on the CPU; empty for a family that does not return router
+    logits, one tensor for each site."""
 
     update: int
     natural: Float[Tensor, "B T"]
@@ -31,13 +31,13 @@ class Observation:
     routers: dict[str, Tensor] = field(default_factory=dict)
 
 
-def routers_said(mask: Bool[Tensor, "B T"], of: Iterable[tuple[str, list[Tensor], RoutedExperts]]) -> dict[str, Tensor]:
-    """`Observation.routers`: what routers said of the experts that were chosen for the tokens of `mask`."""
-    routers: dict[str, Tensor] = {}
-    for name, logits, routes in of:
-        ids = routes.ids.to(mask.device)[mask].sort(-1).values  # in the order of route tables
-        routers[f"{name}_gates"], routers[f"{name}_margins"] = gates_and_margins(logits, ids)
-    return routers
+def routers_said(
+    name: str, mask: Bool[Tensor, "B T"], logits: list[Tensor], routes: RoutedExperts
+) -> dict[str, Tensor]:
+    """One side of `Observation.routers`: what routers said of the experts that were chosen for the tokens of `mask`."""
+    ids = routes.ids.to(mask.device)[mask].sort(-1).values  # in the order of route tables
+    gates, margins = gates_and_margins(logits, ids)
+    return {f"{name}_gates": gates.cpu(), f"{name}_margins": margins.cpu()}
 
 
 def write_probe_tables(
@@ -97,14 +97,14 @@ def prompt_texts(tokenizer: Any, part: Batch, rows: Tensor) -> dict[str, Any]:
 
 
 def token_columns(part: Batch, seen: Observation, rows: Tensor) -> dict[str, Tensor]:
-    """Columns of one update, one row per response token."""
+    """Columns of one update, one row per response token; on the CPU."""
     mask = part.completion_mask
     B, T = mask.shape
     flips = flips_per_token(part.routes, seen.routes)
     first = mask.int().argmax(1, keepdim=True)
 
     def take(x: Tensor) -> Tensor:
-        return x.expand(B, T)[mask]
+        return x.expand(B, T)[mask].cpu()
 
     return {
         "seq": take(rows[:, None].to(mask.device)).int(),
@@ -124,5 +124,5 @@ def _column(values: Tensor) -> Any:
     """One number per row as an array, several as a list of fixed size."""
     import pyarrow as pa
 
-    array = values.cpu().numpy()
+    array = values.numpy()
     return array if array.ndim == 1 else pa.FixedSizeListArray.from_arrays(pa.array(array.ravel()), array.shape[1])

@@ -108,6 +108,8 @@ def test_rewards_have_one_name_each():
         name="turned", rewards=lambda _, text: {"a": 1.0, "b": 0.5} if text else {"b": 0.5, "a": 1.0}
     )
     assert named_rewards(turned, both)[1].tolist() == [[1.0, 0.5], [1.0, 0.5]], "of any order"
+    with pytest.raises(TaskError, match=r"task spread, rewards: rows have a reward_std already; rename 'std'"):
+        named_rewards(SimpleNamespace(name="spread", rewards=lambda *_: {"a": 1.0, "std": 0.5}), both)
     with pytest.raises(TaskError, match="none, rewards: expected one or more rewards"):
         named_rewards(SimpleNamespace(name="none", rewards=lambda *_: {}), both)
 

@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from moe_rl.training import (
     validate,
 )
 from moe_rl.training.loop import advantages_of, collect_batch, responses
+from moe_rl.training.memory import memory_metrics
 from moe_rl.training.score import score_rollout
 
 MICRO = replace(MICRO, eval=EvalConfig(prompts=4), probe=ProbeConfig(every=0), checkpoint_every=9)  # at the end
@@ -344,6 +346,15 @@ def test_dpo_pairs_stay_together_in_micro_batches(state_of, tmp_path):
         torch.testing.assert_close(ends[0][0][name], ends[1][0][name], rtol=2e-4, atol=2e-5)
 
 
+def test_the_gap_of_a_batch_of_pairs_is_of_all_its_responses(state_of, tmp_path):
+    for name in ("grpo", "dpo"):
+        config = config_of(name)
+        config = replace(config, method=replace(config.method, source="policy"))
+        collect_batch(state_of(config, tmp_path / name))
+    grpo, dpo = (rows(tmp_path / name, "rollout")[0] for name in ("grpo", "dpo"))
+    assert dpo["rollout_logp_gap"] == grpo["rollout_logp_gap"] > 0 and 2 * dpo["pairs"] < dpo["reward_n"]
+
+
 def test_memory_rows_say_what_each_method_keeps(state_of, tmp_path):
     """The value model is the policy without its output head, V x H = 16 x 16 weights, and with one of H + 1."""
     for name in ("grpo", "ppo", "ppo_head", "dpo"):
@@ -355,3 +366,9 @@ def test_memory_rows_say_what_each_method_keeps(state_of, tmp_path):
     assert ppo["value_optimizer_bytes"] >= 2 * ppo["value_bytes"]
     assert head["value_parameters"] == 17
     assert dpo["reference_bytes"] == dpo["initial_bytes"] == dpo["model_bytes"]
+
+
+def test_the_peak_is_the_largest_over_ranks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    ranks = SimpleNamespace(device=torch.device("cuda"), largest=lambda own: max(own, 9.0))
+    assert memory_metrics({}, {}, ranks) == {"peak_bytes": 9}

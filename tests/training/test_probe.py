@@ -103,7 +103,9 @@ def test_gates_stand_in_the_order_of_the_experts_in_route_tables(tmp_path):
     state = begin(replace(MICRO, probe=ProbeConfig(sequences=4, floor=False)), tmp_path)
     seen = start_probe(state, collect_batch(state))
     list(seen.rows(1))
-    (found,), mask = seen.observations, seen.part.completion_mask
+    list(seen.rows(2))
+    (found, later), mask = seen.observations, seen.part.completion_mask
+    assert later.routers["old_gates"] is found.routers["old_gates"], "kept once"
     write_route_table(tmp_path / "routes.parquet", seen.part.routes)
     ids = read_route_table(tmp_path / "routes.parquet").ids[mask].long()
     scores = torch.stack([site.softmax(-1) for site in seen.old_logits], 1)

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from micro import MICRO, rows
-from pretended_cuda import CUDA, pretended_cuda
+from pretended_cuda import CPU, CUDA, pretended_cuda
 
 from moe_rl.rollout.engine_config import EngineConfig
 from moe_rl.training import run
+from moe_rl.training.loop import collect_batch, start_probe
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -46,6 +47,15 @@ def devices(state):
         name: [{key: value.device for key, value in kept.items()} for kept in optimizer.state.values()]
         for name, (_, optimizer) in state.trained.items()
     }
+
+
+def test_what_routers_say_is_kept_on_the_host(tmp_path, state_of):
+    with pretended_cuda():
+        state = state_of(micro(), tmp_path)
+        probe = start_probe(state, collect_batch(state))
+        list(probe.rows(1))
+        kept = [*probe.old_logits, *probe.observations[0].routers.values()]
+        assert {x.device for x in kept} == {CPU} and probe.observations[0].natural.device == CUDA
 
 
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
