@@ -47,8 +47,9 @@ def drift(arguments: list[str]) -> None:
     paths = chosen(options.checkpoints)
     options = replace(options, checkpoints=tuple(paths))
     if len(paths) == 2:
-        kept = "nothing was written, but responses once all are sampled: OUTPUT.partial/samples.jsonl"
-        with ending(kept if options.sample else "nothing was written", always=True):
+        sampled = "responses once all are sampled (samples.jsonl) and " if options.sample else ""
+        kept = f"nothing was written, but {sampled}numbers once all are measured (drift.json): OUTPUT.partial"
+        with ending(kept, always=True):
             folder = run_drift(options)
         say(folder)
     else:

@@ -215,7 +215,7 @@ def load_by_expert(experts: pd.DataFrame, note: str) -> StudyFigure:
         table[f"{name}_share"] = table[name] / table.groupby("site")[name].transform("sum")
     table["gain"] = table["new_share"] - table["old_share"]
     grid = 100 * table.pivot(index="site", columns="expert", values="gain").loc[sites].to_numpy()
-    top = float(np.abs(grid).max()) or 1.0
+    top = float(np.nanmax(np.abs(grid), initial=0)) or 1.0  # NaN: an expert that the site lacks
     figure, axes = panels(1, 1, float(np.clip(0.9 + 0.2 * len(sites), 1.8, 5)))
     ax = axes[0, 0]
     image = ax.imshow(grid, aspect="auto", cmap="PuOr", vmin=-top, vmax=top, interpolation="nearest")
@@ -227,9 +227,12 @@ def load_by_expert(experts: pd.DataFrame, note: str) -> StudyFigure:
     ax.spines[:].set_visible(False)
     bar = figure.colorbar(image, ax=ax, shrink=0.9, aspect=18, pad=0.02)
     label_bar(bar, "share gained, points", 0.9 * (figure.get_figheight() - 0.6))
+    even = f"An even load is {100 / grid.shape[1]:.3g} % per expert."
+    if table["site"].value_counts().nunique() > 1:
+        even = "Cells of experts that a site lacks are blank."
     caption = (
         f"Share of a site's load that each expert gained (purple) or lost (orange), in percentage points, by site "
-        f"({common}, shallow to deep from the top). An even load is {100 / grid.shape[1]:.3g} % per expert. {note}"
+        f"({common}, shallow to deep from the top). {even} {note}"
     )
     columns = ["site", "expert", "old", "new", "old_share", "new_share", "gain"]
     return StudyFigure("load_by_expert", "Change of expert load.", caption, figure, table[columns])

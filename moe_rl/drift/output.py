@@ -78,7 +78,8 @@ def partial_of(output: Path) -> Path:
 @contextmanager
 def unfinished(output: Path) -> Iterator[Path]:
     """OUTPUT.partial, which takes the place of the output at the end. Where it does not come to that, it stays with
-    what was measured (its CSV files), or goes if that is nothing. Raises InUseError where another process has it."""
+    what was measured (its CSV files, drift.json) or sampled, or goes if that is nothing. Raises InUseError where
+    another process has it."""
     output = output.resolve()  # a link stays, and what it names is replaced
     partial = partial_of(output)
     partial.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,8 @@ def unfinished(output: Path) -> Iterator[Path]:
         finally:
             (partial / ".lock").unlink(missing_ok=True)
             shutil.rmtree(partial / "cache", ignore_errors=True)
-            if partial.exists() and not any((*partial.glob("*.csv"), *partial.glob("samples.jsonl"))):
+            kept = (path for name in ("*.csv", "samples.jsonl", "drift.json") for path in partial.glob(name))
+            if partial.exists() and not any(kept):
                 shutil.rmtree(partial)
 
 

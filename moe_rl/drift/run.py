@@ -25,7 +25,7 @@ from moe_rl.drift.samples import FILE, check_sampling, recognising, to_measure
 from moe_rl.drift.samples import measured as measured_of
 from moe_rl.drift.sums import Sums, count
 from moe_rl.drift.words import pair_verdict
-from moe_rl.files import write_atomic, write_json
+from moe_rl.files import atomic_file, write_atomic, write_json
 
 MAX_TOKENS = 2048
 TABLES = "sites", "experts", "positions", "floor_sites", "floor_positions"
@@ -69,10 +69,11 @@ def run_drift(options: DriftOptions) -> Path:
         results = _results(options, names, found, text, sums, floor, device, alone)
         made = sums.sites(), sums.experts(), sums.by_position(), floor.sites(), floor.positions()
         tables = dict(zip(TABLES, made, strict=True))
+        write_json(folder / "drift.json", results)  # from here on `unfinished` keeps what was measured
         for name, table in tables.items():
-            table.to_parquet(folder / f"{name}.parquet", index=False)
+            with atomic_file(folder / f"{name}.parquet") as file:
+                table.to_parquet(file, index=False)
         figures = draw(sums, tables, floor.histograms(), results, folder / "figures")
-        write_json(folder / "drift.json", results)
         write_atomic(folder / "report.html", render(results, tables["sites"], figures))
     return output
 

@@ -98,7 +98,7 @@ def run_series(options: DriftOptions) -> Path:
                 passes.swapped(helds[1:])
         shutil.rmtree(folder / "cache", ignore_errors=True)
         results = _write(folder, results_now(), helds, complete=True)
-        figures = draw(results, pd.read_csv(folder / "sites.csv"), folder / "figures")
+        figures = draw(results, _sites(helds), folder / "figures")
         write_atomic(folder / "report.html", render(results, figures))
     return output
 
@@ -125,5 +125,10 @@ def _write(folder: Path, results: dict[str, Any], helds: Sequence[Held], complet
     whole: dict[str, Any] = finite({"verdict": series_verdict(results), "swap": swap, "complete": complete, **results})
     write_json(folder / "series.json", whole)
     write_atomic(folder / "series.csv", series_table(results["rows"]).to_csv(index=False))
-    write_atomic(folder / "sites.csv", pd.concat([held.sites() for held in helds]).to_csv(index=False))
+    write_atomic(folder / "sites.csv", _sites(helds).to_csv(index=False))
     return whole
+
+
+def _sites(helds: Sequence[Held]) -> pd.DataFrame:
+    """One row per checkpoint and routing site."""
+    return pd.concat([held.sites() for held in helds])

@@ -39,10 +39,11 @@ _FLOOR_OF = {variant: floor for floor, variants in FLOORS.items() for variant in
 
 
 def new_rows(path: Path, since: str = "", metrics: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """The curves' values of rows after the cursor `since`, as {kind: [[value, ...], ...]} in the order of COLUMNS.
+    """The curves' values of rows after the cursor `since`, as {kind: [[value, ...], ...]} in the order of COLUMNS: null
+    for what is not finite, false for what the row does not have.
 
-    metrics: chosen ones (`choosable`); `chosen` in the answer has of each
-        [[step, value, denominator or null], ...]. Of rows of the kind "engine" those of the pair "engines".
+    metrics: chosen ones (`choosable`); `chosen` in the answer has of each, where a row has it,
+        [[step, value or null, denominator or null], ...]. Of rows of the kind "engine" those of the pair "engines".
     """
     rows, answer = read_since(path, since)
     series: dict[str, list[list[Any]]] = {kind: [] for kind in COLUMNS}
@@ -51,12 +52,13 @@ def new_rows(path: Path, since: str = "", metrics: Mapping[str, Mapping[str, Any
         for key, about in (metrics or {}).items():
             if row.get("kind") == about["kind"] and row.get("pair", "engines") == "engines":
                 value, over = _number(row.get(about["name"])), _number(row.get(about["over"]))
-                if value is not None and isinstance(row.get("step"), int):
+                if about["name"] in row and isinstance(row.get("step"), int):
                     chosen[key].append([row["step"], value, over])
         columns = COLUMNS.get(str(row.get("kind")))
         if columns and isinstance(row.get("step"), int):
             floor = _FLOOR_OF.get(str(row.get("variant")))
-            series[row["kind"]].append([floor if name == "floor" else _number(row.get(name)) for name in columns])
+            values = (floor if name == "floor" else name in row and _number(row[name]) for name in columns)
+            series[row["kind"]].append([*values])
     return {**answer, "rows": {kind: values for kind, values in series.items() if values}, "chosen": chosen}
 
 

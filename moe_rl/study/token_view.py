@@ -82,7 +82,9 @@ class TokenStep:
         }
 
     def response(self, seq: int, update: int, most: int = MOST_TOKENS, routers: bool = False) -> dict[str, Any]:
-        """One response after one update; lists have one entry per token, the first `most` of them.
+        """One response after one update; lists have one entry per token, the first `most` of them. `whole`: of all its
+        tokens their number, how many have a change (`touched`), the changes, and the mean log-ratio, live, nats per
+        token; null if one is not finite.
 
         routers: with what the routers said, where it was kept: `old_gates`, `new_gates` [T][L][K], the share that each
             chosen expert has in the softmax over all experts, in the order of the stored ids; `old_margins` and
@@ -91,19 +93,27 @@ class TokenStep:
         `old_experts`: [T][L][K] ids, -1 where no route is known; `new_experts`: per token only the sites whose set
         changed, {site index: [K]}; both null where routes were not kept.
         """
-        rows = self.rows(seq, update).iloc[:most]
+        every, changed = self.rows(seq, update), self.changed(seq, update)
+        log_ratio = (every["logp_natural"].astype(float) - every["old_logp"]).mean(skipna=False)
+        rows = every.iloc[:most]
         text = rows["text"].astype(str).tolist() if "text" in rows else [f"⟨{token}⟩" for token in rows["token"]]
         found: dict[str, Any] = {
             "seq": seq,
             "update": update,
             "reward": _rounded(rows["reward"].iloc[0]) if len(rows) else None,
             "prompt": self.prompts[self.sequences.index(seq)],
-            "left_out": len(self.rows(seq, update)) - len(rows),
+            "whole": {
+                "tokens": len(every),
+                "touched": int((changed > 0).sum()),
+                "changed": int(changed.sum()),
+                "log_ratio": _rounded(log_ratio),
+            },
+            "left_out": len(every) - len(rows),
             "text": text,
             "position": rows["pos"].tolist(),
             "token": rows["token"].tolist(),
-            **{name: [_rounded(x) for x in rows[name]] for name in ("old_logp", "logp_natural", "logp_replayed")},
-            "changed": self.changed(seq, update)[:most].tolist(),
+            **{name: _listed(rows[name].to_numpy(), 9) for name in ("old_logp", "logp_natural", "logp_replayed")},
+            "changed": changed[:most].tolist(),
             "old_experts": None,
             "new_experts": None,
         }
@@ -118,7 +128,7 @@ class TokenStep:
                 for name, shape in (("gates", old.shape[1:]), ("margins", old.shape[1:2])):
                     for which in ("old", "new"):
                         values = np.stack([np.asarray(x, dtype=float) for x in rows[f"{which}_{name}"]])
-                        found[f"{which}_{name}"] = _nested(values.reshape(len(old), *shape))
+                        found[f"{which}_{name}"] = _listed(values.reshape(len(old), *shape), 4)
                 found["new_sets"] = new.tolist()  # gates are in the order of these
         return found
 
@@ -282,9 +292,14 @@ def _dump(content: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _nested(values: np.ndarray) -> list[Any]:
-    """As nested lists of four digits."""
-    return [_nested(x) if x.ndim else _rounded(x, 4) for x in values]
+def _listed(values: np.ndarray, digits: int) -> list[Any]:
+    """As nested lists of numbers of so many digits (nine tell any two of 32 bits apart), null where there is none."""
+    values = values.astype(float)
+    size = np.where(np.isfinite(values) & (values != 0), abs(values), 1.0)
+    scale = 10.0 ** (digits - 1 - np.floor(np.log10(size)))
+    listed = (np.round(values * scale) / scale).astype(object)
+    listed[~np.isfinite(values)] = None
+    return list(listed.tolist())
 
 
 def _rounded(value: Any, digits: int = 6) -> float | None:

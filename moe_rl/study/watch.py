@@ -116,6 +116,7 @@ class Api:
     def __init__(self, studies: LiveStudies):
         self.studies = studies
         self.lock = threading.Lock()
+        self.alarms_lock = threading.Lock()  # of its own: every poll takes it, and a long response holds the other
         self.alarms: dict[Path, LiveAlarms] = {}
         names = ("study", "catalogue", "experts", "run", "sites", "tokens", "response")
         self.answers: dict[str, Callable[[dict[str, str]], dict[str, Any]]] = {n: getattr(self, n) for n in names}
@@ -184,7 +185,7 @@ class Api:
     def _alarms(self, live: LiveStudy, run: str, folder: Path) -> dict[str, Any]:
         table, _ = _alarm_table(live.thresholds)
         own = live.responses(run) == "policy"
-        with self.lock:
+        with self.alarms_lock:
             known = self.alarms.get(folder)
             if known is None or known.alarms != table:
                 known = self.alarms[folder] = LiveAlarms(folder / "metrics.jsonl", table)

@@ -240,6 +240,16 @@ def test_one_token_and_all_experts_chosen(tokenizer, prompts, tmp_path, undrawn)
     assert topics["Log-ratio"].startswith("One token alone"), "not: the two say the same"
 
 
+def test_loads_of_sites_with_fewer_experts_have_one_colour_scale():
+    table = pd.DataFrame(
+        {"site": [*"aaab", "b"], "expert": [0, 1, 2, 0, 1], "old": [6, 2, 2, 5, 5], "new": [2, 6, 2, 5, 5]}
+    )
+    uneven = figures.load_by_expert(table, "")
+    assert uneven.figure.axes[0].images[0].get_clim() == (-40, 40)  # 6 of 10 to 2 of 10, in points
+    assert "even load" not in uneven.caption and "blank" in uneven.caption
+    assert "An even load is 33.3 % per expert." in figures.load_by_expert(table[:3], "").caption
+
+
 def test_of_one_sequence_nothing_is_said_of_averaging(saved, prompts, tmp_path, undrawn):
     prompts.write_text(json.dumps({"text": "abcabbacbacabcaabcb"}))
     output = run_drift(DriftOptions(tuple(map(str, saved("olmoe"))), prompts, tmp_path / "out", floor_sequences=0))

@@ -1,5 +1,6 @@
 """Where moe-rl drift writes: a folder of its own, whole or not at all."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -80,20 +81,34 @@ def test_what_is_not_finished_has_a_folder_where_there_are_no_locks(tmp_path, mo
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.csv"]
 
 
-def test_an_error_halfway_leaves_nothing_behind(saved, prompts, tmp_path, monkeypatch, capsys):
+def full_disk(*_):
+    raise OSError(28, "No space left on device", "figures")
+
+
+def test_an_error_halfway_leaves_nothing_behind_but_samples(saved, prompts, tmp_path, monkeypatch, capsys):
     old, new = saved("qwen3_moe")
-
-    def full_disk(*_):
-        raise OSError(28, "No space left on device", "figures")
-
-    monkeypatch.setattr(run, "draw", full_disk)
-    error = refused(capsys, "drift", old, new, "--prompts", prompts, "--output", tmp_path / "out")
+    batches = iter([run.count])
+    monkeypatch.setattr(run, "count", lambda one: next(batches, full_disk)(one))  # the second batch fails
+    options = ["--prompts", prompts, "--output", tmp_path / "out", "--batch-size", "1", "--no-per-site"]
+    error = refused(capsys, "drift", old, new, *options)
     assert "No space left" in error and "nothing was written" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
-    sampling = ["--sample", "1", "--max-new-tokens", "2"]
-    error = refused(capsys, "drift", old, new, "--prompts", prompts, "--output", tmp_path / "out", *sampling)
-    assert "responses once all are sampled: OUTPUT.partial/samples.jsonl" in error
+    error = refused(capsys, "drift", old, new, *options, "--sample", "1", "--max-new-tokens", "2")
+    assert "responses once all are sampled (samples.jsonl)" in error and "OUTPUT.partial" in error
     assert (tmp_path / "out.partial" / "samples.jsonl").exists()
+    assert not (tmp_path / "out.partial" / "drift.json").exists()
+
+
+def test_what_was_measured_outlives_an_error_of_the_figures(saved, prompts, tmp_path, undrawn, monkeypatch, capsys):
+    whole = run_drift(DriftOptions(tuple(map(str, saved("qwen3_moe"))), prompts, tmp_path / "whole"))
+    monkeypatch.setattr(run, "draw", full_disk)
+    error = refused(capsys, "drift", *saved("qwen3_moe"), "--prompts", prompts, "--output", tmp_path / "out")
+    assert "numbers once all are measured (drift.json): OUTPUT.partial" in error
+    left, tables = tmp_path / "out.partial", {path.name for path in whole.glob("*.parquet")}
+    assert {path.name for path in left.iterdir()} == {"drift.json", *tables} and "tokens.parquet" in tables
+    results = (json.loads((folder / "drift.json").read_text()) for folder in (left, whole))
+    assert len({json.dumps({**found, "settings": None}) for found in results}) == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_reader_that_has_gone_is_not_told_that_nothing_was_written(saved, prompts, tmp_path, undrawn, monkeypatch):

@@ -89,6 +89,15 @@ def test_a_folder_of_checkpoints_is_a_series_in_the_order_of_its_steps(folder, p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
 
 
+def test_names_of_checkpoints_may_be_numbers(folder, prompts, tmp_path):
+    for step in (5, 20, 100):
+        (tmp_path / str(step)).symlink_to(folder / f"checkpoint-{step}")
+    paths = tuple(str(tmp_path / str(step)) for step in (5, 20, 100))
+    output = run_series(DriftOptions(paths, prompts, tmp_path / "out", gate_swap=False, floor_sequences=0))
+    sites = pd.read_csv(output / "figures" / "series_sites.csv")
+    assert list(dict.fromkeys(sites["checkpoint"])) == [5, 20, 100] and (output / "report.html").exists()
+
+
 def test_swapped_routers_of_a_pair_with_two_models_or_one_at_a_time(folder, prompts, tmp_path, undrawn):
     for new, (routers, body) in {"checkpoint-20": (True, False), "checkpoint-100": (False, True)}.items():
         pair = [str(folder / name) for name in ("checkpoint-5", new)]

@@ -145,10 +145,10 @@ def test_curves_and_sites_are_sent_as_the_run_wrote_them(tmp_path):
     )
     answer = new_rows(path)
     assert answer["rows"] == {
-        "rollout": [[0, 0.123457, None]],
+        "rollout": [[0, 0.123457, False]],
         "update": [[0, 1, 3, 40, None]],
-        "probe": [[0, 1, 3, 12, None, None, None], [0, 2, None, None, None, None, None]],
-    }
+        "probe": [[0, 1, 3, 12, None, False, False], [0, 2, False, False, False, False, False]],
+    }, "null for what is not finite, false for what was not recorded"
     sites = new_sites(path)
     assert sites["rows"] == [[0, 1, [0.25, None]], [0, 2, [None, None]]]
     assert (sites["labels"], sites["common"]) == (["0", "1"], "l.·.gate")

@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 from synthetic import write_study
 from token_files import write_step
@@ -31,7 +32,35 @@ def test_a_response_has_its_text_scores_and_experts(tmp_path):
     assert other["changed"] == [2, 0]  # both at site 0; at site 1 only the order of slots differs
     assert other["new_experts"] == [{0: [2, 5]}, {}]
     assert step.response(3, 1)["changed"] == [0, 0]
-    assert step.response(0, 2, most=1)["left_out"] == 2
+    cut = step.response(0, 2, most=1)
+    assert cut["left_out"] == 2 and cut["text"] == ["2"]
+    whole = {"tokens": 3, "touched": 1, "changed": 1, "log_ratio": 0.0833333}  # 0.25 / 3
+    assert cut["whole"] == found["whole"] == whole
+    assert other["whole"] == {"tokens": 2, "touched": 1, "changed": 2, "log_ratio": 0.125}
+    missing = TokenStep(tmp_path, 7)
+    missing.table.loc[missing.table["pos"] == 2, "logp_natural"] = float("nan")
+    assert missing.response(0, 1)["whole"]["log_ratio"] is None
+
+
+def test_log_probabilities_are_sent_as_they_were_kept(tmp_path):
+    write_step(tmp_path, 0)
+    step = TokenStep(tmp_path, 0)
+    old = np.float32([-12.345679, -0.000123456789, -1234.5678] * 4)[: len(step.table)]
+    step.table["old_logp"] = old
+    step.table["logp_natural"] = np.nextafter(old, np.float32(0))
+    found = step.response(0, 1)
+    assert np.float32(found["old_logp"]).tolist() == old[:3].tolist()
+    assert all(new > before for new, before in zip(found["logp_natural"], found["old_logp"], strict=True))
+
+
+def test_gates_are_sent_with_four_digits(tmp_path):
+    write_step(tmp_path, 0, routers=True)
+    step = TokenStep(tmp_path, 0)
+    step.table["old_margins"] = [np.array([0.00012345678, 0.0])] * len(step.table)
+    step.table["new_margins"] = [np.array([np.nan, -98765.4])] * len(step.table)
+    found = step.response(0, 2, routers=True)
+    assert found["old_gates"] == [[[0.4, 0.2]] * 2] * 3 and found["new_gates"] == [[[0.5, 0.3]] * 2] * 3
+    assert found["old_margins"] == [[0.0001235, 0.0]] * 3 and found["new_margins"] == [[None, -98770.0]] * 3
 
 
 def test_older_files_without_text_or_routes_still_show(tmp_path):

@@ -69,6 +69,15 @@ def test_the_api_answers(server):
     assert api(server, "response?run=grpo/seed0&step=2&seq=0&update=2")[1]["changed"] == [0, 1, 0]
 
 
+def test_curves_and_alarms_do_not_wait_for_a_response(server):
+    answers: list[dict] = []
+    asking = threading.Thread(target=lambda: answers.append(server.api.run({"run": "grpo/seed0"})), daemon=True)
+    with server.api.lock:  # as while a response is read
+        asking.start()
+        asking.join(60)
+        assert answers and "alarms" in answers[0]
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

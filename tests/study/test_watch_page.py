@@ -6,7 +6,7 @@ import os
 from browser import lines, serving, text
 from synthetic import add_rows, write_study
 
-from moe_rl.study import RunWriter, load
+from moe_rl.study import RunWriter, load, token_view
 from moe_rl.study.report import render_report
 
 TOKEN = "[data-update='2'] [data-token='1']"
@@ -101,6 +101,8 @@ def test_a_click_on_a_token_shows_its_experts_and_scores(browser, url):
     browser.press("ArrowLeft")
     browser.press("Enter")
     assert "Token 0" in text(browser, ".tv-detail")
+    unchanged = "old−1new, live routing−101new, old routes replayed−101"  # log-ratio 0, ratio 1
+    assert unchanged in text(browser, ".tv-detail")
     assert text(browser, ".tv-prompt") == "^1="
 
 
@@ -207,6 +209,16 @@ def test_the_report_carries_the_token_view(browser, study, tmp_path):
     )
     browser.wait("document.querySelector('.tv-prompt').textContent === '^12='")
     assert [request for request in browser.requests if not request.startswith("file:")] == []
+
+
+def test_what_is_said_of_a_response_is_of_all_its_tokens(browser, study, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_view, "REPORT_TOKENS", 1)
+    page = tmp_path / "report.html"
+    page.write_text(render_report(load(study), []))
+    browser.open(page.as_uri())
+    said = browser.wait("document.querySelector('.tv-values').textContent")
+    assert "3 tokens; the prompt is grey. 1 tokens changed, 1 of 12 experts." in said
+    assert said.endswith("+0.0833 nats. 2 more tokens are not shown.")  # 0.25 at one token of three
 
 
 def test_alarms_are_listed_marked_and_ordered_before_a_collapse(browser, url, study):

@@ -113,10 +113,57 @@ def test_smoothing_is_the_mean_of_the_last_steps_and_says_so(browser, url):
     assert json.loads(smooth) == [[0, 3], [1, 4], [2, None], [3, 6], [4, 4]]
     before = browser.js("document.querySelector('#chart-reward .thick path').getAttribute('d')")
     choose(browser, "#smoothing", "3")
-    assert "each the mean of the last 3" in text(browser, "#chart-reward .chart-note")
+    assert "each the mean of the last 3 points" in text(browser, "#chart-reward .chart-note")
     after = browser.js("document.querySelector('#chart-reward .thick path').getAttribute('d')")
     assert before != after and before.count("L") == after.count("L")
     assert "smooth=3" in browser.js("location.hash")
+
+
+def test_long_curves_are_smoothed_before_they_are_thinned(browser, tmp_path):
+    rows = ({"kind": "rollout", "step": step, "reward": float(step == 150)} for step in range(300))
+    write_rows(tmp_path / "grpo" / "seed0", rows)
+    with serving(tmp_path) as address:
+        browser.open(f"{address}#smooth=3")
+        path = browser.wait("document.querySelector('#chart-reward .thick path').getAttribute('d')")
+        note = text(browser, "#chart-reward .chart-note")
+    assert "each the mean of the last 3 points; means of 2 points" in note
+    assert len({point.split(",")[1] for point in re.split("[ML]", path)[1:]}) == 3, "1/3 twice: 0, 1/3 and 1/6"
+
+
+def test_a_value_that_is_not_finite_is_a_gap_and_one_that_was_not_recorded_is_none(browser, tmp_path):
+    folder = write_study(tmp_path / "s", ("grpo",), (0, 1), 20)
+    rows = read_rows(folder / "grpo" / "seed0")
+    for row in rows:
+        place = row["kind"], row["step"], row.get("update")
+        if place in (("update", 3, 2), ("update", 5, 4)):
+            row.update(grad_norm=None, k3=None, clipped_tokens=None)
+        elif place in (("probe", 3, 4), ("probe", 5, 4)):
+            row["entropy"] = None
+        elif place == ("probe", 7, 4):
+            del row["entropy"]
+    write_rows(folder / "grpo" / "seed0", rows)
+    with serving(tmp_path) as address:
+        browser.open(f"{address}#metrics=update.k3,update.aux_loss")
+        browser.wait("document.querySelectorAll(\"[id='chart-update.k3'] .thin path\").length === 2")
+        for chart in ("entropy", "grad", "clipped", "update.k3"):
+            place = f"[id='chart-{chart}']"
+            for kind in ("thin", "thick"):  # the first run; the mean of both
+                drawn = browser.js(f"document.querySelector(\"{place} .{kind} path\").getAttribute('d')")
+                assert (drawn.count("M"), drawn.count("L")) == (3, 2 + 0 + 13), "steps 0 to 2; 4; 6 to 19"
+            assert browser.js(f'document.querySelectorAll("{place} .line circle").length') == 2, "step 4 has no line"
+            assert "gaps: not finite, or not to be had" in text(browser, f"{place} .chart-note")
+        assert "gaps" not in text(browser, "#chart-reward .chart-note")
+        assert "no step shown has finite aux_loss" in text(browser, "[id='chart-update.aux_loss'] svg")
+        browser.js("document.querySelector('#chart-grad .plot').focus()")
+        for _ in range(3):
+            browser.press("ArrowRight")
+        assert text(browser, "#chart-grad .readout") == "step 3GRPO–n = 2"
+        added = "[[0, 1], [0, null], [1, 5], [1, false]].forEach(v => p.add(...v))"
+        for mode in ("last", "mean"):
+            points = f"(p => {{ {added}; return [p.y(0), p.y(1)]; }})(new moeRL.Points('{mode}'))"
+            assert browser.js(points) == [None, 5]
+        thinned = browser.js("moeRL.thin([[0, 1], [1, 3], [2, 5], [3, null], [4, null], [5, 7]], 2)")
+        assert thinned == [[0.5, 2], [2, 5], [3, None], [5, 7]]
 
 
 def test_arms_say_how_they_differ(browser, url):
@@ -188,18 +235,47 @@ def test_the_map_of_experts_sums_old_against_new_over_the_stored_steps(browser, 
     browser.wait("document.querySelector('#experts p').textContent.includes('No routes are stored')")
 
 
+def test_the_map_of_experts_shows_nothing_of_another_run_and_asks_again(browser, url, study):
+    write_step(study / "gspo" / "seed0", 3)
+    browser.open(url)
+    drawn, note = "document.querySelector('#experts svg').checkVisibility()", "document.querySelector('#experts p')"
+    browser.wait(f"{drawn} && {note}.textContent.includes('15 %')")
+    browser.js(
+        "window.answer = () => new Promise(() => {}); window.asked = window.fetch; window.fetch = (path, ...rest) =>"
+        " answer && path.includes('api/experts') ? answer() : asked(path, ...rest)"
+    )
+    browser.click("[data-run='gspo/seed0']")
+    browser.wait(f"!{drawn} && {note}.textContent === ''")
+    browser.js("window.answer = () => Promise.reject(new Error('no luck'))")
+    browser.click("[data-run='grpo/seed0']")
+    browser.wait(f"{note}.textContent === 'no luck'")
+    assert not browser.js(drawn)
+    browser.js("window.answer = null")
+    browser.wait(f"{drawn} && {note}.textContent.includes('15 %')")
+
+
+def test_the_menu_of_responses_is_of_the_step_shown(browser, url, study):
+    write_step(study / "grpo" / "seed0", 5, reward=0.5)
+    options = "[...document.querySelectorAll('.tv-controls select')][2].textContent"
+    browser.open(url)
+    browser.wait(f"{options}.includes('3 · reward 0.5 · 2 changed')")
+    choose(browser, ".tv-controls select", "3")
+    browser.wait(f"{options}.includes('3 · reward 1 · 2 changed')")
+
+
 def test_chosen_values_come_with_their_denominators_and_of_one_pair_of_engines(tmp_path):
     rows = [
         {"kind": "update", "step": 0, "clipped_tokens": 3, "tokens": 12},
         {"kind": "engine", "step": 0, "pair": "engines", "k3": 0.25},
         {"kind": "engine", "step": 0, "pair": "rollout_to_new", "k3": 9.0},
         {"kind": "update", "step": 1, "clipped_tokens": None, "tokens": 12},
+        {"kind": "update", "step": 2, "tokens": 12},
     ]
     write_rows(tmp_path, rows)
     known = choosable()
     wanted = {name: known[name] for name in ("update.clipped_tokens", "engine.k3")}
     chosen = new_rows(tmp_path / "metrics.jsonl", "", wanted)["chosen"]
-    assert chosen == {"update.clipped_tokens": [[0, 3, 12]], "engine.k3": [[0, 0.25, None]]}
+    assert chosen == {"update.clipped_tokens": [[0, 3, 12], [1, None, 12]], "engine.k3": [[0, 0.25, None]]}
     assert known["update.clipped_tokens"]["over"] == "tokens" and known["engine.k3"]["over"] == ""
     assert not [name for name in known if "site_names" in name or "histogram" in name or "<" in name]
 

@@ -29,9 +29,12 @@ def routes(update: int) -> RoutedExperts:
     return RoutedExperts(ids, SITES, 6, tokens=TOKENS)
 
 
-def write_step(folder: Path, step: int, texts: bool = True, kept: bool = True, routers: bool = False) -> None:
+def write_step(
+    folder: Path, step: int, texts: bool = True, kept: bool = True, routers: bool = False, reward: float = 1.0
+) -> None:
     """tokens/step_*.parquet with log-probabilities that are easy to follow, and routes/ of updates 0 to 2. With
-    `routers` also gates, 40 and 20 % of old experts, 50 and 30 % of new ones at every site; margins 0.25 and 1.5."""
+    `routers` also gates, 40 and 20 % of old experts, 50 and 30 % of new ones at every site; margins 0.25 and 1.5.
+    `reward`: of response 3; the other's is 0."""
     names = "seq pos token update old_logp logp_natural logp_replayed flips reward text"
     columns: dict[str, list] = {name: [] for name in names.split()}
     for update in (1, 2):
@@ -39,7 +42,7 @@ def write_step(folder: Path, step: int, texts: bool = True, kept: bool = True, r
             for pos, text in enumerate(TEXTS[seq]):
                 flips = int(update == 2 and (seq, pos) in ((0, 1), (3, 0)))
                 values = [seq, pos, int(TOKENS[row, 2 + pos]), update, -1.0, -1.0 + 0.25 * flips, -1.0, flips]
-                for name, value in zip(columns, [*values, float(seq == 3), text], strict=True):
+                for name, value in zip(columns, [*values, reward * (seq == 3), text], strict=True):
                     columns[name].append(value)
     if routers:
         many = len(columns["seq"])

@@ -4,24 +4,28 @@
   const { make, svg, number } = moeRL;
   const MARGIN = { left: 48, right: 12, top: 10, bottom: 24 };
   const HEIGHT = 190;
-  const MOST_POINTS = 250; // of one line; longer ones are averaged over neighbouring steps, and the note says so
+  const MOST_POINTS = 250; // of one line; longer ones are averaged over neighbouring points, and the note says so
+  const sum = (values) => values.includes(null) ? null : values.reduce((a, b) => a + b, 0);
+  const mean = (values) => values.length && !values.includes(null) ? sum(values) / values.length : null;
 
-  /** Values by step, appended in order; a step that comes again (a resumed run) drops what came after it. */
+  /** Values by step, appended in order; a step that comes again (a resumed run) drops what came after it. A value may be
+   *  null (not finite, or not to be had), which makes its step a gap, or false: not recorded, and left out. */
   moeRL.Points = class {
     constructor(mode) {
       this.mode = mode; // "last" row of a step counts, or the "mean" or the "share" (sum over sum) of its rows
       this.xs = []; this.top = []; this.bottom = [];
     }
     add(x, top, bottom = 1) {
-      if (x === null || top === null || bottom === null) return;
+      if (x === null || top === false || bottom === false) return;
       while (this.xs.length && this.xs.at(-1) > x) { this.xs.pop(); this.top.pop(); this.bottom.pop(); }
       const i = this.xs.length - 1;
       if (i >= 0 && this.xs[i] === x) {
         if (this.mode === "last") { this.top[i] = top; this.bottom[i] = bottom; }
-        else { this.top[i] += top; this.bottom[i] += bottom; }
+        else { this.top[i] = sum([this.top[i], top]); this.bottom[i] = sum([this.bottom[i], bottom]); }
       } else { this.xs.push(x); this.top.push(top); this.bottom.push(bottom); }
     }
-    y(i) { return this.bottom[i] ? this.top[i] / this.bottom[i] : null; }
+    y(i) { return this.bottom[i] && this.top[i] !== null ? this.top[i] / this.bottom[i] : null; }
+    /** The value at a step; undefined where there is none, null where it is a gap. */
     at(x) {
       let low = 0, high = this.xs.length - 1;
       while (low <= high) {
@@ -29,35 +33,35 @@
         if (this.xs[mid] === x) return this.y(mid);
         if (this.xs[mid] < x) low = mid + 1; else high = mid - 1;
       }
-      return null;
     }
   };
 
-  /** Mean over runs at the steps that all of them have reached. */
+  /** Mean over runs at the steps that all of them have reached; a gap where one has a gap. */
   moeRL.meanOf = (all) => {
-    const mean = new moeRL.Points("last");
+    const means = new moeRL.Points("last");
     const end = Math.min(...all.map((p) => p.xs.at(-1) ?? -1));
     for (const x of all[0].xs) {
       if (x > end) break;
-      const ys = all.map((p) => p.at(x)).filter((y) => y !== null);
-      if (ys.length === all.length) mean.add(x, ys.reduce((a, b) => a + b, 0) / ys.length);
+      const ys = all.map((p) => p.at(x));
+      if (!ys.includes(undefined)) means.add(x, mean(ys));
     }
-    return mean;
+    return means;
   };
 
-  /** Long curves as means of `size` neighbouring steps; short ones as they are. Returns [[x, y], ...]. */
-  moeRL.thin = (points, size) => {
-    if (size <= 1) return points.xs.map((x, i) => [x, points.y(i)]);
+  /** Long curves as means of `size` neighbouring points, fewer before a gap; short ones as they are. pairs: [[x, y], ...]. */
+  moeRL.thin = (pairs, size) => {
+    if (size <= 1) return pairs;
     const out = [];
-    for (let start = 0; start < points.xs.length; start += size) {
-      let sum = 0, count = 0;
-      const end = Math.min(points.xs.length, start + size);
-      for (let i = start; i < end; i++) {
-        const y = points.y(i);
-        if (y !== null) { sum += y; count++; }
-      }
-      out.push([(points.xs[start] + points.xs[end - 1]) / 2, count ? sum / count : null]);
+    let near = [];
+    const close = () => {
+      if (near.length) out.push([(near[0][0] + near.at(-1)[0]) / 2, mean(near.map(([, y]) => y))]);
+      near = [];
+    };
+    for (const [x, y] of pairs) {
+      if (y === null) { close(); if (!out.length || out.at(-1)[1] !== null) out.push([x, null]); }
+      else if (near.push([x, y]) === size) close();
     }
+    close();
     return out;
   };
 
@@ -133,7 +137,7 @@
 
     /** groups: [{label, colour, dash, runs: [{name, points}]}]; range: [first, last step shown]; levels: [{name, value}],
      *  lines across the chart that no group has, as a noise floor; why: what stands there if there is nothing to draw;
-     *  smoothing: over how many steps lines are averaged. */
+     *  smoothing: over how many points lines are averaged. */
     draw(groups, [begin, end], levels = [], why = "no data yet", smoothing = 1) {
       this.levels = levels;
       this.why = why;
@@ -146,15 +150,15 @@
       this.plot.setAttribute("height", HEIGHT);
       const longest = Math.max(0, ...this.groups.flatMap((g) => g.runs.map((r) => r.points.xs.length)));
       const size = Math.ceil(longest / MOST_POINTS);
-      this.note.textContent = this.spec.note + (size > 1 ? `; means of ${size} steps` : "")
-        + (smoothing > 1 ? `; each the mean of the last ${smoothing}` : "") + (levels.length ? "; dashed: noise floor" : "");
-      const shown = (points) => moeRL.smooth(moeRL.thin(points, size), smoothing).filter(([x]) => x >= begin && x <= this.end);
+      const shown = (points) => moeRL.thin(moeRL.smooth(points.xs.map((x, i) => [x, points.y(i)]), smoothing), size).filter(([x]) => x >= begin && x <= this.end);
       const lines = this.groups.flatMap((group) => {
         const several = group.runs.length > 1;
         const own = group.runs.map((r) => ({ group, kind: several ? "thin" : "thick", shown: shown(r.points) }));
         return several ? [...own, { group, kind: "thick", shown: shown(group.mean) }] : own;
       });
-      const scaled = lines.flatMap((line) => line.shown.map(([, y]) => y)).filter((y) => y !== null);
+      const ys = lines.flatMap((line) => line.shown.map(([, y]) => y)), scaled = ys.filter((y) => y !== null);
+      this.note.textContent = this.spec.note + (smoothing > 1 ? `; each the mean of the last ${smoothing} points` : "") + (size > 1 ? `; means of ${size} points` : "")
+        + (ys.length > scaled.length ? "; gaps: not finite, or not to be had" : "") + (levels.length ? "; dashed: noise floor" : "");
       if (scaled.length) scaled.push(...levels.map((level) => level.value));
       const { place, ticks, digits } = axis(scaled, this.spec, top, bottom);
       this.place = place;
@@ -192,9 +196,10 @@
       }
       const g = svg("g", { class: `line ${kind}` });
       if (path) g.append(svg("path", { d: path, stroke: group.colour, "stroke-dasharray": kind === "thick" ? group.dash.map((d) => d * 2).join(" ") : null }));
-      if (dots && kind === "thick") {
-        for (const [x, y] of shown) if (y !== null) g.append(svg("circle", { cx: this.x(x), cy: this.place(y), r: 2.4, fill: group.colour }));
-      }
+      shown.forEach(([x, y], i) => {
+        const alone = (shown[i - 1]?.[1] ?? null) === null && (shown[i + 1]?.[1] ?? null) === null; // no line would show it
+        if (y !== null && (alone || (dots && kind === "thick"))) g.append(svg("circle", { cx: this.x(x), cy: this.place(y), r: kind === "thick" ? 2.4 : 1.2, fill: group.colour }));
+      });
       return g;
     }
 
@@ -257,10 +262,9 @@
       const parts = [svg("line", { x1: x, x2: x, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom })];
       const rows = [];
       for (const group of this.groups) {
-        const values = group.runs.map((r) => r.points.at(step)).filter((y) => y !== null);
-        const mean = values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
-        if (mean !== null) parts.push(svg("circle", { cx: x, cy: this.place(mean), r: 3, fill: group.colour }));
-        rows.push(make("tr", {}, make("td", {}, moeRL.swatch(group)), make("td", {}, group.label), make("td", {}, this.show(mean)),
+        const values = group.runs.map((r) => r.points.at(step)).filter((y) => y !== undefined), y = mean(values);
+        if (y !== null) parts.push(svg("circle", { cx: x, cy: this.place(y), r: 3, fill: group.colour }));
+        rows.push(make("tr", {}, make("td", {}, moeRL.swatch(group)), make("td", {}, group.label), make("td", {}, this.show(y)),
           make("td", {}, values.length > 1 ? `n = ${values.length}` : "")));
       }
       this.cross.replaceChildren(...parts);

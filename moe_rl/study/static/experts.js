@@ -19,20 +19,29 @@
     async show(run, steps) {
       const key = JSON.stringify([run, steps]);
       if (key !== this.key) {
-        this.key = key;
-        const data = await this.fetchCounts(run);
-        if (key !== this.key) return; // another run was chosen meanwhile
-        this.data = data;
+        if (run !== this.run) { this.data = null; this.note.textContent = ""; } // of another run nothing stays
+        Object.assign(this, { key, run });
+        this.draw();
+        try {
+          const data = await this.fetchCounts(run);
+          if (key !== this.key) return; // another run was chosen meanwhile
+          this.data = data;
+        } catch (error) {
+          if (key !== this.key) return;
+          Object.assign(this, { key: null, data: null }); // the next call asks again
+          this.draw();
+          throw error;
+        }
       }
       this.draw();
     }
 
     draw() {
-      const data = this.data;
+      const data = this.data, none = !data || !data.steps.length;
+      this.plot.toggleAttribute("hidden", none);
+      this.pick.parentElement.hidden = none;
       if (!data) return;
-      this.plot.toggleAttribute("hidden", !data.steps.length);
-      this.pick.parentElement.hidden = !data.steps.length;
-      if (!data.steps.length) { this.note.textContent = "No routes are stored for this run (probe.tokens_every sets the steps)."; return; }
+      if (none) { this.note.textContent = "No routes are stored for this run (probe.tokens_every sets the steps)."; return; }
       const what = this.pick.value, scale = this.scale();
       const value = (l, e) => what === "change" ? data.new[l][e] - data.old[l][e] : data[what][l][e];
       const total = (l) => data.old[l].reduce((a, b) => a + b, 0) || 1;

@@ -153,9 +153,9 @@ var moeRL = window.moeRL || (window.moeRL = {});
 
     fill(name, values, label) {
       const select = this.pick[name];
-      const key = JSON.stringify(values) + label(values[0], 0);
+      const labels = values.map(label), key = JSON.stringify([values, labels]);
       if (select.dataset.key !== key) {
-        select.replaceChildren(...values.map((v, i) => moeRL.make("option", { value: v }, label(v, i))));
+        select.replaceChildren(...values.map((v, i) => moeRL.make("option", { value: v }, labels[i])));
         select.dataset.key = key;
       }
       select.value = this.state[name];
@@ -191,14 +191,11 @@ var moeRL = window.moeRL || (window.moeRL = {});
       this.text.replaceChildren(...this.rows.map((row) => make("div", { class: `tv-row ${several && row === response ? "tv-current" : ""}`, "data-update": row.update },
         several ? make("span", { class: "tv-update" }, `update ${row.update}`) : null,
         make("div", {}, make("span", { class: "tv-prompt" }, row.prompt), ...this.tokens(row, (t) => colours[bin(colouring.value(row, t))])))));
-      const ratios = response.position.map((_, t) => COLOURINGS.natural.value(response, t)).filter((x) => x !== null);
-      const mean = ratios.reduce((a, b) => a + b, 0) / Math.max(1, ratios.length);
-      const total = response.changed.reduce((a, b) => a + b, 0);
-      const touched = response.changed.filter(Boolean).length;
+      const { whole } = response;
       this.values.textContent =
-        `Response ${response.seq}, reward ${moeRL.number(response.reward)}, ${response.text.length} tokens; the prompt is grey. ` +
-        `${touched} tokens changed${index.unit === "experts" ? `, ${total} of ${index.slots * response.text.length} experts` : ""}. ` +
-        `Sequence log-ratio (mean per token, live routing): ${signed(mean)} nats.` +
+        `Response ${response.seq}, reward ${moeRL.number(response.reward)}, ${whole.tokens} tokens; the prompt is grey. ` +
+        `${whole.touched} tokens changed${index.unit === "experts" ? `, ${whole.changed} of ${index.slots * whole.tokens} experts` : ""}. ` +
+        `Sequence log-ratio (mean per token, live routing): ${signed(whole.log_ratio)} nats.` +
         (response.left_out ? ` ${response.left_out} more tokens are not shown.` : "");
       this.press();
     }
@@ -260,7 +257,7 @@ var moeRL = window.moeRL || (window.moeRL = {});
       const { response, index } = this;
       const [old, live, replay] = ["old_logp", "logp_natural", "logp_replayed"].map((name) => response[name][t]);
       const row = (name, logp) => make("tr", {}, make("td", {}, name), cell(number(logp, 4)),
-        cell(logp === old ? "" : signed(minus(logp, old))), cell(logp === old ? "" : number(logp === null || old === null ? null : Math.exp(logp - old))));
+        cell(name === "old" ? "" : signed(minus(logp, old))), cell(name === "old" ? "" : number(logp === null || old === null ? null : Math.exp(logp - old))));
       const cell = (text) => make("td", { class: "tv-n" }, text);
       const head = (...names) => make("thead", {}, make("tr", {}, ...names.map((n, i) => make("th", { class: i ? "tv-n" : null, scope: "col" }, n))));
       const scores = make("table", {}, head("policy", "log p", "log-ratio", "ratio"), make("tbody", {},

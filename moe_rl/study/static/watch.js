@@ -106,11 +106,11 @@
       p.entropy.add(step, entropy);
     }
     for (const [, floor, changed, slots] of rows.floor || []) {
-      if (floor !== null && slots) run.floor.set(floor, Math.max(run.floor.get(floor) ?? 0, changed / slots)); // of the own variants, the largest
+      if (floor !== null && slots && Number.isFinite(changed)) run.floor.set(floor, Math.max(run.floor.get(floor) ?? 0, changed / slots)); // of the own variants, the largest
     }
     for (const [step, seconds] of rows.step || []) {
       run.step = step + 1; // steps done
-      if (seconds !== null) run.seconds = [...run.seconds.slice(-8), seconds];
+      if (Number.isFinite(seconds)) run.seconds = [...run.seconds.slice(-8), seconds];
     }
   }
 
@@ -139,7 +139,7 @@
       moeRL.drawAlarms($("alarms"), study.alarms, shownRuns(), study.alarms_problem);
       drawRunPicker();
       drawOne();
-    }
+    } else if (experts.key === null) drawExperts(); // it failed
   }
 
   function drawStatus() {
@@ -256,14 +256,15 @@
       chart.marks = moeRL.alarmMarks(study.alarms, [chart.spec.from[0], chart.spec.from[1]], listed);
       chart.draw(shown.map((arm) => ({
         ...arm, runs: study.runs.filter((r) => r.arm === arm.arm).map((r) => ({ name: r.run, points: runs.get(r.run).points[chart.spec.key] ?? new moeRL.Points("last") })),
-      })), range, chart.spec.floor ? floor : [], whyEmpty(chart.spec.from, study.runs.filter((r) => shown.some((arm) => arm.arm === r.arm))), view.smoothing);
+      })), range, chart.spec.floor ? floor : [], whyEmpty(chart.spec, study.runs.filter((r) => shown.some((arm) => arm.arm === r.arm))), view.smoothing);
     }
   }
 
   /** Why runs have nothing to draw for a chart that is made from values of a kind of row. */
-  function whyEmpty([kind, names], states) {
+  function whyEmpty({ key, from: [kind, names] }, states) {
     const begun = states.filter((r) => runs.get(r.run).kinds.size);
     if (!begun.length) return "no row yet";
+    if (begun.some((r) => runs.get(r.run).points[key]?.xs.length)) return `no step shown has finite ${names}`;
     if (begun.some((r) => runs.get(r.run).kinds.has(kind))) return `${kind} rows have no ${names}`;
     return `no ${kind} rows ${begun.some((r) => shownState(r) === "running") ? "yet" : "were written"}`;
   }
@@ -297,12 +298,16 @@
   let shownTokens = "";
   function drawOne() {
     if (!view.run) return;
-    experts.show(view.run, [runs.get(view.run).tokenSteps, theme()]).catch((error) => { experts.note.textContent = error.message; });
+    drawExperts();
     heat.show(view.run, view.step).catch((error) => { heat.message.hidden = false; heat.message.textContent = error.message; });
     const key = JSON.stringify([view.run, runs.get(view.run).tokenSteps, theme()]);
     if (key === shownTokens) return;
     shownTokens = key;
     tokens.choose({ run: view.run, ...("seq" in tokenChoice ? { token: tokens.state.token } : {}) });
+  }
+
+  function drawExperts() {
+    experts.show(view.run, [runs.get(view.run).tokenSteps, theme()]).catch((error) => { experts.note.textContent = error.message; });
   }
 
   /** A step whose tokens were not kept says so, and which were; the token view stays where it is. */
