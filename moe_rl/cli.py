@@ -280,7 +280,8 @@ def doctor_verb(arguments: list[str]) -> None:
         file: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME|FILE]")] = None
         """A study that comes with moe_rl, or a study file."""
         devices: int | None = None
-        """Plan for so many devices, weights sharded over them; by default those that are here."""
+        """Plan for so many devices, weights sharded over them (ddp: whole); by default for those that a run takes: one
+        without distributed.strategy, else distributed.processes or all that are here."""
         memory: float | None = None
         """Plan for devices with so many GB (10^9 bytes) each; by default what is free here."""
         json: bool = False

@@ -257,10 +257,12 @@ class RunAlarms:
         return {name: sum(value is not None for value in values.values()) for name, values in self._values.items()}
 
     @property
-    def nulls(self) -> dict[str, int]:
-        """By alarm, the first step at which its metric was null (not finite, or not to be had), where it was."""
-        found = {n: [key[0] for key, value in values.items() if value is None] for n, values in self._values.items()}
-        return {name: min(steps) for name, steps in found.items() if steps}
+    def nulls(self) -> dict[str, list[int]]:
+        """By alarm, the steps at which its metric was null (not finite, or not to be had), where it was."""
+        found = {
+            n: sorted({k[0] for k, value in values.items() if value is None}) for n, values in self._values.items()
+        }
+        return {name: steps for name, steps in found.items() if steps}
 
     @cached_property
     def crossed(self) -> dict[str, list[tuple[int, float]]]:

@@ -6,8 +6,10 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from moe_rl.measure.noise_floor import free_bytes
 from moe_rl.policy.models import check_path, load_tokenizer
 from moe_rl.policy.tiny import ModelError, char_tokenizer
 from moe_rl.processes import usable_cores
-from moe_rl.rollout import Problem, TaskError, make_task
+from moe_rl.rollout import TaskError, make_task
 from moe_rl.rollout.completions import encode_prompts
 from moe_rl.rollout.engines import EngineError
 from moe_rl.rollout.task import problems_of
@@ -42,7 +44,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to compute with; bytes. `accelerator`: cuda, mps, cpu or planned."""
+    """What there is to compute with; bytes. `accelerator`: cuda, mps, cpu or planned; `asked`: whether its devices are
+    so many because somebody asked for a plan over them."""
 
     accelerator: str
     devices: tuple[str, ...]
@@ -50,6 +53,7 @@ class Machine:
     host_bytes: int
     disk_bytes: int
     bf16: bool
+    asked: bool = False
 
 
 def inspect_machine() -> Machine:
@@ -75,7 +79,8 @@ def planned(devices: int | None, memory: float | None) -> Machine:
     if count < 1 or size < 1:
         raise ValueError(f"doctor: at least 1 device with some memory, got {count} with {size / 1e9:g} GB")
     kind = here.accelerator if memory is None else "planned"
-    return replace(here, accelerator=kind, devices=("planned device",) * count, device_bytes=size, bf16=True)
+    names, asked = ("planned device",) * count, devices is not None
+    return replace(here, accelerator=kind, devices=names, device_bytes=size, bf16=True, asked=asked)
 
 
 def available_memory() -> int:
@@ -83,12 +88,22 @@ def available_memory() -> int:
     free = free_bytes(torch.device("cpu"))
     if free is None:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no container, or one without a limit
-        return free
-    return min(free, limit)
+    return min([free, *left_in_cgroups()])
+
+
+def left_in_cgroups(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Bytes left under the memory limit (cgroup v2) of this process's group and of each above it that has one. Inactive
+    page cache counts as left: the kernel drops it where memory is wanted."""
+    named = [line[3:].strip("/") for line in own.read_text().splitlines() if line[:3] == "0::"] if own.exists() else []
+    group, left = root / "".join(named), []
+    for folder in (group, *group.parents):
+        try:
+            limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+            cache = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.M)
+        except (OSError, ValueError):  # not there, or no limit
+            continue
+        left.append(limit - used + (int(cache[1]) if cache else 0))
+    return left
 
 
 def check_packages() -> list[Check]:
@@ -159,74 +174,102 @@ def check_machine_parts(machine: Machine) -> list[Check]:
 def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan | None, str]:
     """What the study needs against what is there, for its most demanding arm; the plan of that arm and its name.
     `plan` is None where the model's configuration is not at hand."""
-    checks, run = [], study.resolve(next(iter(study.arms)), study.seeds[0])
-
-    def options() -> None:
-        for arm in study.arms:
-            check_here(study.resolve(arm, study.seeds[0]))
-
-    for name, test in (
-        ("model options", options),
-        ("task", lambda: drawn(make_task(run.task))),
-    ):
-        try:
-            test()
-            checks.append(Check(name, True, "usable here"))
-        except (ValueError, TaskError, EngineError) as error:
-            checks.append(Check(name, False, str(error)))
-    checks += check_prompts(run)
-    if run.model.lora is not None and importlib.util.find_spec("peft") is None:
+    runs = {arm: study.resolve(arm, study.seeds[0]) for arm in study.arms}
+    checks = [check_options(runs), *check_parts(runs, machine)]
+    if any(run.model.lora is not None for run in runs.values()) and importlib.util.find_spec("peft") is None:
         return [*checks, Check("peft", False, "not installed", "pip install '.[peft]' in the checkout")], None, ""
+    counts = {arm: processes(run, machine) for arm, run in runs.items()}
+    shared = machine.accelerator in ("cpu", "mps")  # all processes have the host's memory
     try:
-        plans = {arm: plan(study.resolve(arm, study.seeds[0]), len(machine.devices)) for arm in study.arms}
+        plans = {arm: plan(run, counts[arm]) for arm, run in runs.items()}
+        needed = {arm: of.peak * (counts[arm] if shared else 1) for arm, of in plans.items()}
+        arm = max(needed, key=lambda name: needed[name])
+        worst, n, distributed = plans[arm], counts[arm], runs[arm].distributed
+        said = 1 if distributed.strategy == "none" else distributed.processes or n
+        as_it_stands = plan(runs[arm], said).peak if said != n else worst.peak
     except (ValueError, OSError) as error:
         return [*checks, Check("model configuration", False, str(error))], None, ""
-    arm = max(plans, key=lambda name: plans[name].peak)
-    worst, n = plans[arm], len(machine.devices)
-    whole = study.resolve(arm, study.seeds[0]).distributed.strategy == "ddp"
-    checks.append(
-        fits(
-            "device memory",
-            worst.peak,
-            machine.device_bytes,
-            "on one device" if n == 1 else f"on each of {n}, {'whole (ddp)' if whole else 'sharded'}",
-        )
-    )
+    how = "whole (ddp)" if distributed.strategy == "ddp" else "sharded"
+    where = f"for {n} processes together, {how}" if shared else f"on each of {n}, {how}"
+    checks.append(fits("device memory", needed[arm], machine.device_bytes, where if n > 1 else "on one device"))
+    if said != n:
+        found = f"as the file stands {'one device holds' if said == 1 else f'each of {said} holds'} {gb(as_it_stands)}"
+        strategy = "fsdp2" if distributed.strategy == "none" else distributed.strategy
+        remedy = f"needs --distributed.strategy {strategy} --distributed.processes {n}"
+        checks.append(Check("processes", None, found, remedy))
+    elif (most := max(counts.values())) > len(machine.devices) and not shared:
+        found = f"distributed.processes: {most}, and devices here: {len(machine.devices)}"
+        checks.append(Check("processes", False, found, f"--devices {most} plans for machines that have them"))
     if machine.accelerator != "cpu":
         checks.append(fits("host memory", worst.host_bytes, machine.host_bytes, "to load models and write checkpoints"))
-    runs = [plans[arm] for arm, _ in study.runs()]
-    kept = sum(one.kept_bytes for one in runs)
-    disk = kept + sum(one.checkpoint_bytes for one in runs) + max(one.checkpoint_bytes for one in runs)
-    where = f"for the checkpoints of {len(runs)} runs" + (f", {gb(kept)} of it for policies that stay" if kept else "")
+    each = [plans[arm] for arm, _ in study.runs()]
+    kept = sum(one.kept_bytes for one in each)
+    disk = kept + sum(one.checkpoint_bytes for one in each) + max(one.checkpoint_bytes for one in each)
+    where = f"for the checkpoints of {len(each)} runs" + (f", {gb(kept)} of it for policies that stay" if kept else "")
     checks.append(fits("disk", disk, machine.disk_bytes, where))
-    if run.model.dtype == "bfloat16" and not machine.bf16:
-        checks.append(Check("bf16", False, "the device has no native bf16", "model.dtype float32, or another device"))
-    if run.model.dtype == "bfloat16" and machine.accelerator == "cpu":
-        checks.append(Check("bf16", None, "works on a CPU, slower than fp32 on most"))
     return checks, worst, arm
 
 
-def drawn(task: Any) -> list[Problem]:
-    """Some problems of a task. Raises TaskError."""
-    return problems_of(task, random.Random(0), 64)
+def processes(run: RunConfig, machine: Machine) -> int:
+    """Over how many processes, one device each, a run is planned: those that were asked for, else what it says itself
+    (one without a strategy, or `distributed.processes`), else one for each device that is here."""
+    if machine.asked:
+        return len(machine.devices)
+    return 1 if run.distributed.strategy == "none" else run.distributed.processes or len(machine.devices)
 
 
-def check_prompts(run: RunConfig) -> list[Check]:
-    """Whether the tokenizer has tokens for the task's prompts; no line where it is not at hand, or the task is not."""
+def check_options(runs: Mapping[str, RunConfig]) -> Check:
+    """Whether the arms' options of models and engines are usable here."""
+    try:
+        for run in runs.values():
+            check_here(run)
+    except (ValueError, TaskError, EngineError) as error:
+        return Check("model options", False, str(error))
+    return Check("model options", True, "usable here")
+
+
+def check_parts(runs: Mapping[str, RunConfig], machine: Machine) -> list[Check]:
+    """Tasks, prompts and bf16 of all arms; a line that does not hold of every arm names those that it holds of."""
+    known: dict[str, list[Check]] = {}
+    arms: dict[Check, list[str]] = {}
+    for arm, run in runs.items():
+        parts = repr((run.task, run.model))
+        if parts not in known:
+            known[parts] = check_task(run)
+            if run.model.dtype == "bfloat16" and not machine.bf16:
+                remedy = "model.dtype float32, or another device"
+                known[parts].append(Check("bf16", False, "the device has no native bf16", remedy))
+            elif run.model.dtype == "bfloat16" and machine.accelerator == "cpu":
+                known[parts].append(Check("bf16", None, "works on a CPU, slower than fp32 on most"))
+        for check in known[parts]:
+            arms.setdefault(check, []).append(arm)
+    return [
+        check if len(of) == len(runs) else replace(check, found=f"{', '.join(of)}: {check.found}")
+        for check, of in arms.items()
+    ]
+
+
+def check_task(run: RunConfig) -> list[Check]:
+    """Whether the task is usable here, and the tokenizer has tokens for its prompts; no second line where the tokenizer
+    is not at hand, or the task is not."""
     path = run.model.path
     try:
         task = make_task(run.task)
-        problems = drawn(task)
+        problems = problems_of(task, random.Random(0), 64)
+    except (ValueError, TaskError) as error:
+        return [Check("task", False, str(error))]
+    usable = Check("task", True, "usable here")
+    try:
         if path is not None and not Path(check_path(path)).is_dir():
-            return []  # a hub id
+            return [usable]  # a hub id
         tokenizer = char_tokenizer(task.alphabet) if path is None else load_tokenizer(path, run.model.trust_remote_code)
     except (TaskError, ModelError):
-        return []
+        return [usable]
     try:
         encode_prompts(tokenizer, problems)
     except ValueError as error:
-        return [Check("prompts", False, str(error))]
-    return [Check("prompts", True, "the tokenizer has tokens for them")]
+        return [usable, Check("prompts", False, str(error))]
+    return [usable, Check("prompts", True, "the tokenizer has tokens for them")]
 
 
 def fits(name: str, needed: int, there: int, where: str) -> Check:

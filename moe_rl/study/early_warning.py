@@ -60,14 +60,16 @@ def origins(data: StudyData, study: str) -> pd.DataFrame:
 
 
 def run_signals(data: StudyData, prefixes: Sequence[int] = PREFIXES) -> pd.DataFrame:
-    """One row per finished run with a final reward and prefix that it is longer than (a run that is over by then has no
-    later end of which the signals could tell): arm, seed, steps (of the prefix), `final`, `bad` (failed, ended below
-    its start or collapsed, see `run_outcomes`), the `signals`; `cold_start` and `run`, by which the same weights to
-    begin with and the same run are known in other studies (first 16 digits of SHA-256)."""
+    """One row per finished run with a final reward, of which it can be told whether it failed (`judged` in
+    `final_rewards`) or which collapsed, and prefix that it is longer than (a run that is over by then has no later end
+    of which the signals could tell): arm, seed, steps (of the prefix), `final`, `bad` (failed, ended below its start or
+    collapsed, see `run_outcomes`), the `signals`; `cold_start` and `run`, by which the same weights to begin with and
+    the same run are known in other studies (first 16 digits of SHA-256)."""
     if REWARD not in data.rollouts:
         return pd.DataFrame(columns=["arm", "seed", "cold_start", "run", "final", "bad", "steps"])
     runs = run_outcomes(data).set_index(["arm", "seed"]).join(origins(data, data.name))
-    runs = runs[runs["finished"].astype(bool) & runs["final"].notna()]
+    known = runs["gain"].notna() | runs["collapsed"].astype(bool)
+    runs = runs[runs["finished"].astype(bool) & runs["final"].notna() & known]
     # rewards of responses that are not the policy's are the same in every run that learns from them
     told = runs["final"].astype(str).where(runs["measured"] == "held out", "")
     runs["run"] = [

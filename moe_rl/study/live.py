@@ -3,7 +3,6 @@
 `LiveStudy.overview` looks at folders and file sizes; `live_rows` reads what runs have written.
 """
 
-import re
 import time
 from dataclasses import replace
 from functools import lru_cache
@@ -12,7 +11,7 @@ from typing import Any
 
 from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.files import still_written
-from moe_rl.names import run_place
+from moe_rl.names import ROUNDING, run_place
 from moe_rl.settings import laid_over
 from moe_rl.study.arms import arm_settings, full_label
 from moe_rl.study.cursor import LiveError
@@ -30,7 +29,11 @@ from moe_rl.study.data import (
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.folders import folder_order, read_yaml, run_folders, section
+from moe_rl.study.progress import error_in
 from moe_rl.yaml_files import parse_yaml
+
+MOST = 16_384
+"""Runs whose configurations are kept as they were read; with more, all would be read at every poll."""
 
 
 class LiveStudy:
@@ -88,6 +91,11 @@ class LiveStudy:
         run = self.run(name)
         return replace(run, config=_read_yaml(run.folder / "config.yaml")).responses
 
+    def roundings(self) -> list["LiveStudy"]:
+        """The same study under other roundings: those of its folders `rounding_<name>` that hold runs."""
+        folders = [] if self.single else sorted(self.folder.glob(f"{ROUNDING}*"))
+        return [LiveStudy(folder) for folder in folders if run_folders(folder)]
+
     @property
     def thresholds(self) -> Any:
         """Alarm thresholds that the study sets itself."""
@@ -130,9 +138,9 @@ class LiveStudy:
             problem = _lost(run.folder, tuple(part.stat().st_mtime_ns if part.exists() else 0 for part in parts))
             state = "failed" if problem else "done"
         else:
-            log = self._study / "logs" / f"{run.arm}_seed{run.seed}.log"
-            problem = _error_in(log, metrics, run.folder / "env.json")
-            stopped = state in ("running", "starting") and still_written(run.folder) is False
+            log, alive = self._study / "logs" / f"{run.arm}_seed{run.seed}.log", still_written(run.folder)
+            problem = "" if alive else _error_in(log, metrics, run.folder / "env.json")
+            stopped = state in ("running", "starting") and alive is False
             state = "failed" if problem else "stopped" if stopped else state
         steps = section(run.config, "optim").get("steps")
         return {
@@ -214,7 +222,7 @@ def _words(value: Any) -> str | None:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(MOST)
 def _lost(folder: Path, _changed: tuple[int, ...]) -> str:
     """What a finished run has lost; looked at again when its files or their folders changed."""
     lost = what_is_lost(folder)
@@ -226,16 +234,13 @@ def _error_in(log: Path, *written: Path) -> str:
     try:
         stat = log.stat()
         with open(log, "rb") as file:
-            file.seek(max(0, stat.st_size - 4000))
-            text = file.read().decode(errors="replace").strip()
+            file.seek(max(0, stat.st_size - 32_000))  # torchrun's summary has 200 bytes for each rank
+            text = file.read().decode(errors="replace")
     except OSError:
         return ""
     if any(path.exists() and path.stat().st_mtime > stat.st_mtime + 1 for path in written):
         return ""
-    last = text.splitlines()[-1] if text else ""
-    if last.startswith("moe-rl: error:"):
-        return last.removeprefix("moe-rl: error:").strip()
-    return last if "Traceback (most recent call last)" in text and re.match(r"[\w.]+(: |$)", last) else ""
+    return error_in(text)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -247,7 +252,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return _parsed(path, stat.st_mtime_ns, stat.st_size)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(MOST)
 def _parsed(path: Path, _changed: int, _size: int) -> dict[str, Any]:
     try:
         content = parse_yaml(path.read_bytes())

@@ -1,5 +1,6 @@
 """Progress in words: of one run as plain lines, and the pieces that a display of many is made of."""
 
+import re
 import time
 from typing import Any
 
@@ -38,6 +39,27 @@ class Lines:
 
     def say(self, text: str) -> None:
         print(text, flush=True)
+
+
+_RANK = re.compile(r"^\[[a-z]+\d+\]: ?", re.M)  # before each line of a traceback where there are several ranks
+_STEP = re.compile(r"^(?:cold start: )?step \d+/\d+.*\n?", re.M)  # of Lines
+_TORCHRUN = re.compile(r"^[\w.]+\.ChildFailedError:.*\n?", re.M)  # at the end of its traceback; a summary follows
+_ERROR = re.compile(
+    r"^moe-rl: error: *(.*)|^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?!Traceback)(\S.*)", re.M
+)
+
+
+def error_in(text: str) -> str:
+    """The first line of the error with which what a run printed ends, "" where it does not: that of `moe-rl: error:`,
+    else an exception. Of ranks under torchrun the first to fail, as the others may fail of that; torchrun's own summary
+    is left out."""
+    *ended, last = _TORCHRUN.split(_STEP.split(_RANK.sub("", text))[-1])
+    if found := _ERROR.findall(last):
+        return next((ours for ours, _ in reversed(found) if ours), found[-1][1])
+    for part in reversed(ended):
+        if found := _ERROR.findall(part):
+            return found[0][0] or found[0][1]
+    return ""
 
 
 def clock(seconds: float | None) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.study.cursor import follow
+from moe_rl.study.progress import error_in
 from moe_rl.training import RunConfig
 
 
@@ -104,5 +105,6 @@ class Run:
 
 
 def last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1] if lines else "no output"
+    """The error that a log ends with, else its last line."""
+    text = log.read_text(errors="replace").strip() if log.exists() else ""
+    return error_in(text) or (text.splitlines() or ["no output"])[-1]

@@ -12,8 +12,9 @@ from moe_rl.study.live import LiveStudies
 
 
 def print_alarms(folder: str | Path) -> int:
-    """Print the alarms of the runs under a folder (`LiveStudies`): a line for each that crossed, for each collapse, for
-    each metric of the study's own alarms that a run has not recorded or wrote as null, and for what cannot be read.
+    """Print the alarms of the runs under a folder (`LiveStudies`), also of those under other roundings, by the study's
+    thresholds: a line for each that crossed, for each collapse, for each metric of the study's own alarms that a run
+    has not recorded or wrote as null, and for what cannot be read.
 
     Returns 3 if anything crossed, collapsed or is null; else 1 if something of a run, or of one of several studies,
     cannot be read or is lost; else 0. Raises StudyDataError where there is no study, or that of the only one."""
@@ -21,7 +22,9 @@ def print_alarms(folder: str | Path) -> int:
     for study in studies.names() or [""]:
         live = studies.study(study)
         try:
-            live.check()
+            places = {"": live} | {again.folder.name: again for again in live.roundings()}
+            for place in places.values():
+                place.check()
         except StudyDataError as error:
             if not study:
                 raise
@@ -29,11 +32,11 @@ def print_alarms(folder: str | Path) -> int:
             damaged = True
             continue
         table = alarms_of(live.thresholds)
-        for run in live.runs():
+        for again, run in [(again, run) for again, place in places.items() for run in place.runs()]:
             alarms, rows, notes, wrong = _read(run, table)
             told = list(_told(alarms)) if rows else []
             for words in (*(words for words, _ in told), *notes, *wrong):
-                print(f"{study}/{run.name}: {words}".lstrip("/"))
+                print(f"{'/'.join(filter(None, (study, again, run.name)))}: {words}")
             crossed |= any(on for _, on in told)
             damaged, silent, count = damaged or bool(wrong), silent + (not rows), count + 1
     said = [] if crossed or damaged else ["no alarm has crossed"]
@@ -67,14 +70,15 @@ def _told(alarms: RunAlarms) -> Iterator[tuple[str, bool]]:
     """What there is to say of a run's alarms, each with whether it is one."""
     for alarm in alarms.alarms:
         if steps := [step for step, _ in alarms.crossed[alarm.name]]:
-            when = f"at step {steps[0]}"
-            if len(steps) > 1:
-                when = f"at {len(steps)} steps, first {steps[0]}, last {steps[-1]}"
-            yield f"{alarm.name} crossed {when} ({alarm.rule})", True
-        null = alarms.nulls.get(alarm.name)
-        if alarm.declared and null is not None:  # what is not finite is written as null: beyond every threshold
-            yield f"{alarm.kind}.{alarm.metric} is null from step {null} on ({alarm.name})", True
+            yield f"{alarm.name} crossed {_when(steps)} ({alarm.rule})", True
+        nulls = alarms.nulls.get(alarm.name)
+        if alarm.declared and nulls:  # what is not finite is written as null: beyond every threshold
+            yield f"{alarm.kind}.{alarm.metric} is null {_when(nulls)} ({alarm.name})", True
         elif alarm.declared and not alarms.seen[alarm.name]:
             yield f"{alarm.name} has no value so far ({alarm.rule})", False
     if alarms.collapse is not None:
         yield f"the reward collapsed at step {alarms.collapse}", True
+
+
+def _when(steps: list[int]) -> str:
+    return f"at step {steps[0]}" if len(steps) == 1 else f"at {len(steps)} steps, first {steps[0]}, last {steps[-1]}"

@@ -59,7 +59,7 @@ def test_a_step_is_listed_once_and_rows_of_other_pairs_and_broken_values_are_not
     for update, value in enumerate((None, True, "2", float("nan"))):
         seen.take({**row, "update": update, "k3": value})
     seen.take({**row, "k3": 1.0})  # of no update: no row
-    assert seen.seen["engine_k3"] == 0 and seen.nulls == {"engine_k3": 0}
+    assert seen.seen["engine_k3"] == 0 and seen.nulls == {"engine_k3": [0]}
     for update, value in enumerate((0.5, 0.7)):
         seen.take({**row, "step": 1, "update": update, "k3": value})
     assert seen.crossed["engine_k3"] == [(1, 0.5)]
@@ -77,7 +77,7 @@ def test_rows_that_repeat_a_key_count_once_and_the_last_counts(tmp_path, capsys)
     alarms = alarms_of({"low": {"metric": "rollout.reward", "below": 0.51, "window": 2}})
     seen = taken(found, alarms)
     assert seen.crossed["low"] == [(1, 0.5), (2, 0.5)], "0.9, 0.1, 0.9 and nothing: two means of two"
-    assert seen.crossed["k3"] == [(0, 1.0)] and seen.seen["low"] == 3 and seen.nulls == {"low": 3}
+    assert seen.crossed["k3"] == [(0, 1.0)] and seen.seen["low"] == 3 and seen.nulls == {"low": [3]}
     (of_report,) = study_alarms(load(tmp_path / "s")).values()
     assert of_report.crossed == seen.crossed and of_report.seen == seen.seen
     assert LiveAlarms(tmp_path / "s" / "a" / "seed0" / "metrics.jsonl", alarms).now() == seen.summary()
@@ -266,7 +266,12 @@ def test_added_alarms_show_wherever_those_of_the_table_do(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main(["watch", str(tmp_path / "s"), "--once"])
     said = capsys.readouterr().out
-    assert end.value.code == 3 and said == "mine/seed0: rollout.reward is null from step 7 on (high)\n"
+    assert end.value.code == 3 and said == "mine/seed0: rollout.reward is null at step 7 (high)\n"
+    more = [json.dumps({"kind": "rollout", "step": step, "reward": r}) + "\n" for step, r in ((8, 0.5), (9, None))]
+    rows.write_bytes(rows.read_bytes() + "".join(more).encode())
+    with pytest.raises(SystemExit):
+        main(["watch", str(tmp_path / "s"), "--once"])
+    assert capsys.readouterr().out == "mine/seed0: rollout.reward is null at 2 steps, first 7, last 9 (high)\n"
     rows.write_bytes(was)
     study.write_text("alarms: {high: ")
     with pytest.raises(SystemExit) as end:

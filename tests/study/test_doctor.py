@@ -1,6 +1,7 @@
 """Memory from shapes: known counts, states by arithmetic, activations against what autograd keeps; the report."""
 
 import json
+import re
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,16 @@ from moe_rl.policy.models import ModelConfig
 from moe_rl.policy.tiny import ModelError, char_tokenizer
 from moe_rl.rollout.engines import EngineConfig
 from moe_rl.study.config import load_study, parse_study
-from moe_rl.study.doctor import Machine, Requirement, examine, inspect_machine, installed, planned, report
+from moe_rl.study.doctor import (
+    Machine,
+    Requirement,
+    examine,
+    inspect_machine,
+    installed,
+    left_in_cgroups,
+    planned,
+    report,
+)
 from moe_rl.study.memory import KNOWN, activation_bytes, architecture, meta_model, plan
 from moe_rl.training import MethodConfig, OptimConfig, RewardConfig, RolloutConfig, RunConfig, ValueConfig
 from moe_rl.training.config import DistributedConfig
@@ -171,7 +181,7 @@ def test_the_verdict_is_that_of_the_most_demanding_arm():
     assert (
         memory["ok"] is False and "too little" in memory["remedy"] and "on one device, 141 GB there" in memory["found"]
     )
-    eight = replace(H200, devices=("H200",) * 8)
+    eight = replace(H200, devices=("H200",) * 8, asked=True)
     checks = {check["name"]: check for check in examine(parse_study(STUDY), eight)["study"]["checks"]}
     assert checks["device memory"]["ok"] and "on each of 8, sharded" in checks["device memory"]["found"]
     # Two runs of each arm, and one more while a checkpoint is replaced: weights and Adam, and of one arm its reference
@@ -185,6 +195,71 @@ def test_the_verdict_is_that_of_the_most_demanding_arm():
         f"needs {needed / 1e9:.0f} GB for the checkpoints of 5 runs, {kept / 1e9:.0f} GB of it for policies that stay"
     )
     assert said in checks["disk"]["found"]
+
+
+def checks_on(machine, **base):
+    found = examine(parse_study(STUDY | {"base": {**STUDY["base"], **base}}), machine)["study"]["checks"]
+    return {check["name"]: check for check in found}
+
+
+def test_a_run_is_planned_over_the_processes_that_it_would_have():
+    eight = replace(H200, devices=("H200",) * 8)
+    alone = checks_on(eight)
+    assert alone["device memory"]["ok"] is False and "on one device" in alone["device memory"]["found"]
+    assert "processes" not in alone
+    asked = checks_on(replace(eight, asked=True))
+    (needed,) = re.findall(r"needs (\d+ GB) on one device", alone["device memory"]["found"])
+    assert asked["device memory"]["ok"] and asked["processes"]["ok"] is None
+    assert asked["processes"]["found"] == f"as the file stands one device holds {needed}"
+    assert asked["processes"]["remedy"] == "needs --distributed.strategy fsdp2 --distributed.processes 8"
+    for processes, n in ((None, 8), (4, 4)):
+        said = checks_on(eight, distributed={"strategy": "fsdp2", "processes": processes})
+        assert f"on each of {n}, sharded" in said["device memory"]["found"] and "processes" not in said
+    said = checks_on(H200, distributed={"strategy": "fsdp2", "processes": 8})
+    assert said["device memory"]["ok"] and said["processes"]["ok"] is False
+    assert said["processes"]["found"] == "distributed.processes: 8, and devices here: 1"
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "mps"])
+def test_processes_that_share_the_hosts_memory_need_it_together(accelerator):
+    of_one = plan(parse_study(STUDY).resolve("tied", 0), 4).peak
+    here = replace(H200, accelerator=accelerator, device_bytes=4 * of_one - 1, host_bytes=10**12)
+    for machine, base in (
+        (replace(here, devices=("x",) * 4, asked=True), {}),
+        (here, {"distributed": {"strategy": "fsdp2", "processes": 4}}),
+    ):
+        memory = checks_on(machine, **base)["device memory"]
+        assert f"needs {4 * of_one / 1e9:.0f} GB for 4 processes together, sharded" in memory["found"]
+        assert (
+            memory["ok"] is False
+            and checks_on(replace(machine, device_bytes=4 * of_one), **base)["device memory"]["ok"]
+        )
+
+
+def test_every_arm_is_asked_for_its_task_and_dtype():
+    arms = {"a": {"model": {"dtype": "float32"}}, "b": {}, "c": {"task": {"name": "jsonl", "options": {"path": "no"}}}}
+    checks = examine(parse_study(STUDY | {"arms": arms}), replace(H200, bf16=False))["study"]["checks"]
+    said = [(check["name"], check["ok"], check["found"]) for check in checks if check["name"] in ("task", "bf16")]
+    assert said[:2] == [("task", True, "a, b: usable here"), ("bf16", False, "b, c: the device has no native bf16")]
+    assert said[2][:2] == ("task", False) and said[2][2].startswith("c: ") and len(said) == 3
+
+
+def test_memory_left_in_a_container_is_that_of_the_tightest_group_and_counts_the_page_cache(tmp_path):
+    def limited(folder, limit, used, cache):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in (("max", limit), ("current", used), ("stat", f"anon 1\ninactive_file {cache}\nslab 2")):
+            (folder / f"memory.{name}").write_text(f"{text}\n")
+
+    root, own = tmp_path / "cgroup", tmp_path / "self"
+    own.write_text("4:memory:/elsewhere\n0::/job.slice/task\n")
+    limited(root / "job.slice", 1000, 900, 300)
+    limited(root / "job.slice" / "task", "max", 700, 0)
+    assert left_in_cgroups(own, root) == [400]
+    limited(root / "job.slice" / "task", 800, 700, 50)
+    limited(root, 2000, 1500, 0)
+    assert left_in_cgroups(own, root) == [150, 400, 500]
+    own.write_text("0::/not/mounted/here\n")  # a container that sees its own group as the root
+    assert left_in_cgroups(own, root) == left_in_cgroups(tmp_path / "none", root) == [500]
 
 
 def test_what_is_wrong_with_a_study_is_said_in_words(monkeypatch):

@@ -172,6 +172,18 @@ def test_runs_without_a_reward_are_none_that_ended_well(folder):
         early_warning([none])
 
 
+def test_a_run_of_which_nobody_can_tell_whether_it_failed_is_left_out_unless_it_collapsed(folder):
+    """Rows from step 1 on: the policy has been updated before the first reward, and there is no evaluation."""
+    data = load(folder)
+    late = data.rollouts[data.rollouts["step"] > 0]
+    later = replace(data, rollouts=late, evals=data.evals.iloc[:0])
+    assert len(run_signals(data, (5,))) and run_signals(later, (5,)).empty
+    one = (late["arm"] == "grpo") & (late["seed"] == 0)
+    fallen = late.assign(reward=late["reward"].mask(one & (late["step"] > 1), 0.0).mask(one & (late["step"] == 1), 0.9))
+    found = run_signals(replace(later, rollouts=fallen), (5,))
+    assert [(run.arm, run.seed, run.bad) for run in found.itertuples()] == [("grpo", 0, True)]
+
+
 def test_nothing_is_told_early_of_runs_that_are_over_by_then(folder):
     """Runs of 7 steps: their first 7, 10 or 20 are all that there is, and the end itself."""
     data = load(folder)

@@ -7,7 +7,8 @@ import re
 import pytest
 from synthetic import write_study
 
-from moe_rl.study import RunWriter, cursor, load
+from moe_rl.files import sole_writer
+from moe_rl.study import RunWriter, cursor, live, load
 from moe_rl.study.cursor import LiveError, read_since
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures.screen import on_dark
@@ -15,6 +16,8 @@ from moe_rl.study.figures.style import LOOKS
 from moe_rl.study.live import LiveStudies, LiveStudy
 from moe_rl.study.live_rows import new_rows, new_sites
 from moe_rl.study.report import render_report
+from moe_rl.study.runs import last_line
+from moe_rl.yaml_files import parse_yaml
 
 
 @pytest.fixture
@@ -200,6 +203,81 @@ def test_a_run_that_was_left_is_stopped_and_says_since_when(tmp_path):
     assert "mine/seed0 (last row 2001-09-09 01:46 UTC; nothing writes to it any more)" in report
     RunWriter(tmp_path, arm="mine").finish()
     assert LiveStudy(tmp_path).overview()["runs"][0]["state"] == "done"
+
+
+TORCHRUN = """\
+E1127 11:54:10 torch/distributed/elastic/api.py:1002] failed (exitcode: 1) local_rank: 1 of binary: python
+Traceback (most recent call last):
+  File "torch/distributed/run.py", line 1032, in <module>
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError: 
+============================================================
+moe_rl FAILED
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  exitcode  : 1 (pid: 15575) 
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+============================================================
+"""
+RANKS = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "moe_rl/x.py", line 7, in f
+[rank1]:     f()
+[rank1]: TypeError: no len()
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "moe_rl/x.py", line 9, in f
+[rank0]: RuntimeError: Connection closed by peer
+"""
+CUDA = """\
+moe-rl: error: CUDA error: an illegal memory access was encountered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+"""
+MEMORY = "moe-rl: error: out of memory\n[rank0]: moe-rl: error: Connection closed by peer\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (CUDA, "CUDA error: an illegal memory access was encountered"),
+        ("step 3/12: reward 0.5\n" + MEMORY + TORCHRUN, "out of memory"),
+        (RANKS + TORCHRUN, "TypeError: no len()"),
+        (RANKS + TORCHRUN + MEMORY + TORCHRUN, "out of memory"),  # started twice
+        (MEMORY + TORCHRUN + "moe-rl: error: no such file\n", "no such file"),
+        ("Traceback (most recent call last):\n  File x\nKeyError: 1\n\nDuring handling of the above exception, another "
+         "exception occurred:\n\nTraceback (most recent call last):\n  File y\nTypeError: 2\n", "TypeError: 2"),
+        (CUDA + "cold start: step 50/100, loss 0.1\n", ""),  # begun again
+        (RANKS + TORCHRUN + "step 4/12: reward 0.5, slots changed 1.0%, 0:30 left\n", ""),
+    ],
+)  # fmt: skip
+def test_the_error_of_a_log_is_found_above_what_follows_it(folder, text, said):
+    (folder / "logs").mkdir()
+    log = folder / "logs" / "gspo_seed1.log"
+    log.write_text(text)
+    (about,) = (run for run in LiveStudy(folder).overview()["runs"] if run["run"] == "gspo/seed1")
+    assert (about["state"], about["problem"]) == (("failed" if said else "running"), said)
+    assert last_line(log) == (said or text.splitlines()[-1])
+
+
+def test_a_run_that_a_process_writes_has_not_failed_whatever_an_earlier_start_said(folder):
+    (folder / "logs").mkdir()
+    (folder / "logs" / "gspo_seed1.log").write_text(CUDA)
+    with sole_writer(folder / "gspo" / "seed1", "test"):
+        states = {run["run"]: run["state"] for run in LiveStudy(folder).overview()["runs"]}
+    assert states["gspo/seed1"] == "running"
+
+
+def test_configurations_of_many_runs_are_parsed_once(folder, monkeypatch):
+    for seed in range(2, 302):
+        (run := folder / "grpo" / f"seed{seed}").mkdir()
+        (run / "config.yaml").write_text("optim: {steps: 4}")
+    parsed = []
+    monkeypatch.setattr(live, "parse_yaml", lambda content: (parsed.append(1), parse_yaml(content))[1])
+    counts = [(LiveStudy(folder).overview(), len(parsed))[1] for _ in range(2)]
+    assert counts[0] == counts[1] > 300
+    (folder / "grpo" / "seed2" / "config.yaml").write_text("optim: {steps: 40}")
+    assert {run["run"]: run["steps"] for run in LiveStudy(folder).overview()["runs"]}["grpo/seed2"] == 40
 
 
 def test_studies_of_other_trainers_stand_beside_declared_ones(tmp_path):

@@ -92,6 +92,25 @@ def test_other_folders_are_named_with_what_is_wrong(metrics, capsys):
     assert capsys.readouterr().out == "no alarm has crossed; there is no run yet\n"
 
 
+def test_runs_under_another_rounding_are_looked_at_by_the_thresholds_of_their_study(metrics, capsys):
+    study = metrics.parents[2]
+    falling = [{"kind": "rollout", "step": step, "reward": 0.8 if step < 10 else 0.05} for step in range(20)]
+    write_rows(study / "rounding_avx2" / "a" / "seed0", falling, {})
+    (study / "rounding_avx2" / "study.yaml").write_text("{arms: {a: {}}, seeds: [0, 1]}")
+    (study / "study.yaml").write_text("alarms: {high: {metric: rollout.reward, above: 0.7}}")
+    for folder, above in ((study, ""), (study.parent, "s/")):
+        assert print_alarms(folder) == 3
+        assert capsys.readouterr().out.splitlines() == [
+            f"{above}rounding_avx2/a/seed0: high crossed at 10 steps, first 0, last 9 "
+            "(reward of the rollout rows above 0.7)",
+            f"{above}rounding_avx2/a/seed0: the reward collapsed at step 12",
+            "without rows so far: 1 of 3 runs",
+        ]
+    (study / "rounding_avx2" / "study.yaml").write_text("seeds: 3")
+    with pytest.raises(StudyDataError, match=r"rounding_avx2/study\.yaml: seeds"):
+        print_alarms(study)
+
+
 @pytest.mark.parametrize("option", [["--port", "9"], ["--open"]])
 def test_options_of_the_server_do_not_go_with_it(metrics, capsys, option):
     with pytest.raises(SystemExit) as end:

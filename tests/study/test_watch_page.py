@@ -237,5 +237,10 @@ def test_alarms_are_listed_marked_and_ordered_before_a_collapse(browser, url, st
     assert "below 0.3" in title and "verl" in title and "GRPO, seed 0: 2 steps, first 7" in title
     fall = text(browser, "#alarms .falls")
     assert "GRPO, seed 0 collapsed at step 1" in fall and "Effective sample size (step 7)" in fall
+    yaml = (study / "study.yaml").read_text().replace("gone: {", "high: {metric: rollout.reward, above: 0.7}, gone: {")
+    (study / "study.yaml").write_text(yaml.replace("alarms: {", "alarms: {ess: 0.15, "))  # nothing writes to a run
+    browser.wait("document.querySelector(\"#alarms [data-alarm='ess']\").title.includes('GRPO, seed 0: 1 steps')")
+    browser.wait("document.querySelector(\"#alarms [data-alarm='high'] td.n\")?.textContent.startsWith('1 of ')")
+    assert "below 0.15" in browser.js("document.querySelector(\"#alarms [data-alarm='ess']\").title")
     browser.click("#legend [data-arm='grpo']")
     assert text(browser, "#alarms .falls") == "", "of the arms shown"

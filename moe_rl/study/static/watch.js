@@ -19,7 +19,7 @@
   ];
 
   const runs = new Map(); // name -> {since, points, step, seconds, tokenSteps, damaged, ...state of the last answer}
-  let study = null, version = 0, drawn = "", lost = false, problem = "", timer = 0, polling = false;
+  let study = null, rules = "", version = 0, drawn = "", lost = false, problem = "", timer = 0, polling = false;
   const view = { study: null, run: null, step: null, condition: 0, hidden: new Set(), metrics: [], smoothing: 1, range: null };
   let catalogue = {};
   let tokenChoice = {};
@@ -48,6 +48,12 @@
       view.study ??= study.studies[0] ?? null; // of several the first, for good: their order changes as they are written to
       for (const state of study.runs) {
         if (!runs.has(state.run)) runs.set(state.run, { since: "", tokenSteps: [], bytes: -1, ...unread() });
+      }
+      const set = JSON.stringify([study.alarms, study.alarms_problem]);
+      if (set !== rules) { // what was told by other thresholds is told again, also of runs that write no more
+        for (const run of runs.values()) Object.assign(run, { bytes: -1, alarms: undefined });
+        rules = set;
+        drawn = "";
       }
       const due = study.runs.filter((state) => state.bytes !== runs.get(state.run).bytes);
       due.sort((a, b) => (b.run === view.run) - (a.run === view.run)); // the chosen run first
