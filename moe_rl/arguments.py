@@ -58,11 +58,12 @@ def study_file(command: str, arguments: list[str]) -> Given:
     return given
 
 
-def load(path: Path | None) -> Any:
-    """The study; without a file one of a single arm with the default configuration, whose options can be listed."""
+def load(path: Path | None, merged: bool = False) -> Any:
+    """The study; without a file one of a single arm with the default configuration, whose options can be listed.
+    merged: as `moe_rl.study.config.parse_study`."""
     from moe_rl.study.config import Arm, StudyConfig, load_study
 
-    return StudyConfig("NAME", "", {"ARM": Arm("")}, (0,)) if path is None else load_study(path)
+    return StudyConfig("NAME", "", {"ARM": Arm("")}, (0,)) if path is None else load_study(path, merged)
 
 
 def arm_and_seed(given: Given) -> tuple[str | None, int | None]:

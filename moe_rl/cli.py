@@ -185,7 +185,7 @@ def run_verb(arguments: list[str]) -> None:
         from moe_rl.study.run import run_one
         from moe_rl.training import RunConfig
 
-    study = load(given.path)
+    study = load(given.path, merged=True)  # of one run, whatever it is compared with
     first = next(iter(study.arms)) if arm is None else arm
 
     @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import platform
 import random
 import shutil
 from collections.abc import Iterator
@@ -87,7 +88,7 @@ def _make(
     model = build_tiny(tiny, tokenizer)
     with _one_thread():
         result = cold_start(model, tokenizer, task, start, progress)
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
+    unfinished = folder.with_name(f".{folder.name}.{platform.node()}.{os.getpid()}")
     try:
         with no_progress_bars():
             model.save_pretrained(unfinished)
@@ -97,7 +98,11 @@ def _make(
         for file in unfinished.iterdir():
             with open(file, "rb") as written:
                 os.fsync(written.fileno())
-        unfinished.rename(folder)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.exists():  # made meanwhile, where there are no locks
+                raise
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"cannot write the cold-started model to {folder}: {error}. Nothing was kept; is the disk full?"

@@ -128,8 +128,8 @@ ARM_FIELDS = ("label", "seeds", "note")
 def parse_study(data: Any, merged: bool = False) -> StudyConfig:
     """A study from plain YAML data; every arm is resolved once so that a mistake shows before anything runs.
 
-    merged: a folder's own file, in which arms of several commands came together: two may have one label, and two that
-        are compared no seed in common.
+    merged: a folder's own file, in which arms of several commands came together, or a file of which one run is made:
+        two arms may have one label, and two that are compared no seed in common.
     """
     if not isinstance(data, dict):
         got = "nothing" if data is None else f"a {type(data).__name__}"

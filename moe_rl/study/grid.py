@@ -11,17 +11,28 @@ import torch
 from moe_rl.files import sole_writer, write_atomic, write_json
 from moe_rl.names import RESERVED, ROUNDING
 from moe_rl.settings import FREE, differences, listed, plain
-from moe_rl.study.config import ConfigError, DamagedRunError, StudyConfig, changed_settings, dump_study, load_study
+from moe_rl.study.config import (
+    ConfigError,
+    DamagedRunError,
+    StudyConfig,
+    changed_settings,
+    dump_study,
+    load_study,
+    parse_study,
+)
 from moe_rl.study.display import show
 from moe_rl.study.folders import StudyDataError, read_yaml, seeds_in
 from moe_rl.study.jobs import Jobs, job_options
-from moe_rl.study.launchers import Launcher, Processes
+from moe_rl.study.launchers import Launcher, NotTakenError, Processes, check_roundings
 from moe_rl.study.run import begun, check_folder, check_here, check_task, environment
 from moe_rl.study.runs import Run
 from moe_rl.study.words import not_mathematics
 from moe_rl.training.launch import DistributedError, check_shares, launched_processes
+from moe_rl.yaml_files import parse_yaml
 
 POLL_SECONDS = 1.0
+AGAIN_SECONDS = 60.0
+"""After which a run that a launcher did not take is offered again, where no other ends before."""
 
 
 class StudyFailed(RuntimeError):
@@ -54,11 +65,13 @@ def run_study(
             configuration, a rounding that this machine does not have, or a
             launcher that cannot start here; nothing is started.
         ModelError, EngineError: an arm that this machine cannot run; nothing is started.
+        NotTakenError: the cluster takes no job, and none goes on.
         InUseError: another process runs this study.
         StudyFailed: runs that ended with an error, or whose folder is damaged, after all the others were finished.
     """
     check_labels(study)
-    check_roundings(roundings, torch.backends.cpu.get_cpu_capability())
+    # a cluster's nodes are other machines than this one: each job asks its own
+    check_roundings(roundings, "AVX512" if launcher == "slurm" else torch.backends.cpu.get_cpu_capability())
     places = {name: output if name == "native" else output / f"{ROUNDING}{name}" for name in roundings}
     if launcher == "processes" and launcher_options:
         raise ConfigError("--launcher-options are those of jobs: say --launcher slurm too")
@@ -72,9 +85,10 @@ def run_study(
         check_other_seeds(study, place)
     runs = [run for name, place in places.items() for run in _runs(study, place, name, nodes)]
     with sole_writer(output, command):
-        for place in places.values():
+        declared = {place: _declared(study, place, whole or study) for place in places.values()}
+        for place, text in declared.items():
             (place / "logs").mkdir(parents=True, exist_ok=True)
-            write_atomic(place / "study.yaml", dump_study(with_earlier(study, place, whole or study)))
+            write_atomic(place / "study.yaml", text)
             write_json(place / "env.json", environment(command))
         show(runs, workers, _schedule(runs, make, cold_starts, workers))
     failed = [run for run in runs if run.state == "failed"]
@@ -117,6 +131,19 @@ def check_other_seeds(study: StudyConfig, place: Path) -> None:
                     )
 
 
+def _declared(study: StudyConfig, place: Path, whole: StudyConfig) -> str:
+    """The `study.yaml` of a folder, which every run there reads. Raises ConfigError where none could."""
+    text = dump_study(with_earlier(study, place, whole))
+    try:
+        parse_study(parse_yaml(text.encode()), merged=True)
+    except ValueError as error:
+        raise ConfigError(
+            f"{place}: this study, with the arms that earlier commands ran there: {error}. Nothing was overwritten: "
+            "choose another --output"
+        ) from error
+    return text
+
+
 def with_earlier(study: StudyConfig, place: Path, whole: StudyConfig) -> StudyConfig:
     """The study as its folder holds it: with the arms and seeds that earlier commands ran there and this one leaves out
     (`--arms`, `--seeds`), in the order of the study file, and what was declared of all of them.
@@ -130,8 +157,10 @@ def with_earlier(study: StudyConfig, place: Path, whole: StudyConfig) -> StudyCo
     if earlier.name != study.name or set(differences(plain(earlier.base), plain(study.base))) - set(FREE):
         return study
     there = {name: seeds_in(place / name) for name in (*study.arms, *earlier.arms)}
-    changes = [arm.changes for arm in study.arms.values()]
-    others = {n: a for n, a in earlier.arms.items() if n not in study.arms and there[n] and a.changes not in changes}
+    every_arm = replace(study, arms={**earlier.arms, **study.arms})
+    settings = {name: repr(every_arm.resolve(name, study.seeds[0])) for name in every_arm.arms}
+    ours = {settings[name] for name in study.arms}  # under another name now
+    others = {n: a for n, a in earlier.arms.items() if n not in study.arms and there[n] and settings[n] not in ours}
     seeds = {name: there[name] | set(arm.seeds or study.seeds) for name, arm in study.arms.items()}
     seeds |= {name: there[name] for name in others}
     every = set().union(*seeds.values())
@@ -155,18 +184,6 @@ def check_labels(study: StudyConfig) -> None:
             raise ConfigError(
                 f"arms.{name}.label: {arm.label!r} is no mathematics that figures can draw ({why}); write \\$ for a "
                 "dollar"
-            )
-
-
-def check_roundings(names: Sequence[str], native: str) -> None:
-    """Raises ConfigError unless every one of `names` is another instruction set than `native`, and one that this
-    processor has: torch would use what it is told to and die of an illegal instruction."""
-    smaller = {"AVX512": ("avx2", "default"), "AVX2": ("default",)}.get(native, ())
-    for name in names:
-        if name not in ("native", *smaller):
-            raise ConfigError(
-                f"rounding {name!r}: torch uses {native} kernels here, so that {', '.join(('native', *smaller))} "
-                f"{'is' if not smaller else 'are'} what can be compared"
             )
 
 
@@ -233,18 +250,28 @@ def _next(waiting: list[Run], active: list[Run]) -> Run:
 
 
 def _schedule(runs: list[Run], launcher: Launcher, cold_starts: Path, workers: int) -> Iterator[None]:
-    """Start and watch the runs; yields once per poll."""
+    """Start and watch the runs; yields once per poll. Raises NotTakenError where no run goes on and none is taken."""
     waiting = [run for run in runs if run.state == "waiting"]
     active: list[Run] = []
+    again = 0.0
     try:
         while waiting or active:
-            while waiting and len(active) < workers:
+            while waiting and len(active) < workers and time.monotonic() >= again:
                 run = _next(waiting, active)
-                waiting.remove(run)
                 run.read()
-                launcher.start(run, _arguments(run, cold_starts))
-                run.state, run.began = "running", time.monotonic()
-                run.seconds = time.monotonic()
+                try:
+                    launcher.start(run, _arguments(run, cold_starts))
+                except NotTakenError as error:
+                    if not active:
+                        raise
+                    run.note, again = str(error), time.monotonic() + AGAIN_SECONDS
+                    break
+                except ConfigError as error:  # of this run alone
+                    run.state, run.problem = "failed", str(error)
+                    waiting.remove(run)
+                    continue
+                waiting.remove(run)
+                run.state, run.seconds = "running", time.monotonic()
                 active.append(run)
             time.sleep(POLL_SECONDS)
             for run in list(active):
@@ -254,6 +281,7 @@ def _schedule(runs: list[Run], launcher: Launcher, cold_starts: Path, workers: i
                     run.state = "done" if finished else "failed"
                     run.seconds = time.monotonic() - run.seconds
                     active.remove(run)
+                    again = 0.0
             yield
     finally:
         launcher.leave()

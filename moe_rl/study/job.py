@@ -1,6 +1,7 @@
 """What a job of a cluster does: one run, in one process or, under torchrun, in several on its nodes."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ def job_command(arguments: Sequence[str], processes: int | None, node: Node) -> 
 
 
 def run_job(arguments: Sequence[str], log: str, processes: int | None, settings: Mapping[str, str]) -> None:
-    """The job: `moe-rl ARGUMENTS`, with what it prints added to `log`.
+    """The job: `moe-rl ARGUMENTS`, with what it prints added to `log`, and the signal that ended it, if one did.
 
     Args:
         processes: how many the run is over, on all nodes; None: one, without a launcher.
@@ -49,12 +50,34 @@ def run_job(arguments: Sequence[str], log: str, processes: int | None, settings:
 
     Raises:
         subprocess.CalledProcessError: it ended with an error.
+        ConfigError: other CPU kernels are asked for, which this node does not have.
     """
     import submitit
+
+    from moe_rl.study.config import ConfigError
 
     here = submitit.JobEnvironment()
     node = Node(here.node, here.num_nodes, here.hostnames[0], here.job_id)
     environment = {**os.environ, **settings, "PYTHONUNBUFFERED": "1"}
     with open(log if node.index == 0 else f"{log}.node{node.index}", "ab") as file:
         command = job_command(arguments, processes, node)
-        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, check=True)
+        try:
+            if "ATEN_CPU_CAPABILITY" in settings:
+                _check_kernels(settings["ATEN_CPU_CAPABILITY"])
+            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, check=True)
+        except ConfigError as error:
+            file.write(f"moe-rl: error: {error}\n".encode())
+            raise
+        except subprocess.CalledProcessError as error:
+            if error.returncode < 0:  # which leaves no word of its own
+                file.write(f"moe-rl: error: ended by {signal.Signals(-error.returncode).name}\n".encode())
+            raise
+
+
+def _check_kernels(rounding: str) -> None:
+    """As the study does where runs are processes of its own machine."""
+    import torch
+
+    from moe_rl.study.launchers import check_roundings
+
+    check_roundings([rounding], torch.backends.cpu.get_cpu_capability())

@@ -17,6 +17,7 @@ from moe_rl.done import NAME
 from moe_rl.files import write_json
 from moe_rl.study.config import ConfigError
 from moe_rl.study.job import run_job
+from moe_rl.study.launchers import NotTakenError
 from moe_rl.study.runs import Run, last_line
 
 CLUSTERS = {"slurm": "slurm", "submitit-local": "local"}
@@ -25,12 +26,21 @@ DEFAULTS: dict[str, Any] = {"timeout_min": 720}
 SHARED = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "stderr_to_stdout")
 """Options that every cluster of submitit has; the others are Slurm's."""
 OURS = ("name", "job_name", "tasks_per_node", "ntasks_per_node", "array_parallelism")
-GOING_ON = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED")
-PATIENCE = 15.0  # seconds in which what a node wrote last is seen here, over a network
+HELD = ("CONFIGURING", "REQUEUE_HOLD", "RESIZING", "SUSPENDED")
+"""States of jobs that go on, and that submitit takes for the last: it does not ask again."""
+GOING_ON = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", *HELD)
+UNKNOWN = "UNKNOWN"
+"""sacct did not answer, or does not know the job (yet)."""
+REQUEUED = ("PREEMPTED", "NODE_FAIL")
+"""States after which Slurm may queue the same job again."""
+PATIENCE = 15.0  # seconds in which what a node wrote last is seen here, over a network, and sacct knows a new job
+OF_REQUEUED = 8  # times that, until such a job is given up
+ASK_AGAIN = 60.0  # seconds
 
 
 def job_options(words: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words as submitit's parameters: those of sbatch with `slurm_` before them, numbers as numbers.
+    """`key=value` words as submitit's parameters: those of sbatch with `slurm_` before them, and as the text that they
+    are, but for those that submitit counts with.
 
     Raises:
         ConfigError: no `key=value`, or an option that is decided here.
@@ -46,16 +56,17 @@ def job_options(words: Sequence[str]) -> dict[str, Any]:
                 f"--launcher-options {word!r}: a job is one run, named after it, with one task on each node, which "
                 "starts the processes that distributed.processes asks for; --workers says how many jobs at a time"
             )
-        options[key if key in SHARED else f"slurm_{key}"] = _value(value)
+        number = key in (*SHARED, "signal_delay_s", "time")
+        options[key if key in SHARED else f"slurm_{key}"] = _value(value, number)
     return options
 
 
-def _value(text: str) -> Any:
+def _value(text: str, number: bool) -> Any:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if text.isdecimal():
+    if number and text.isdecimal():
         return int(text)
-    return float(text) if re.fullmatch(r"\d+\.\d+", text) else text
+    return float(text) if number and re.fullmatch(r"\d+\.\d+", text) else text
 
 
 class Jobs:
@@ -87,6 +98,8 @@ class Jobs:
         self.jobs: dict[Path, Any] = {}
         self.over: dict[Path, float] = {}
         self.patience = PATIENCE if self.cluster == "slurm" else 0.0
+        self.until: float | None = None
+        self.asked = -ASK_AGAIN
 
     @property
     def nodes(self) -> int:
@@ -106,12 +119,13 @@ class Jobs:
         try:
             job = self.executor.submit(run_job, words, str(run.log), processes, settings)
         except Exception as error:  # submitit's, of what sbatch said
-            raise ConfigError(f"{run.name}: the job was not taken: {str(error).strip()}") from error
+            raise NotTakenError(f"{run.name}: the job was not taken: {' '.join(str(error).split())}") from error
         write_json(_record(run), {"cluster": self.cluster, "job": job.job_id})
         return job
 
     def _going_on(self, run: Run) -> Any | None:
-        """The job that an earlier start of the study left with this run, if it has not ended."""
+        """The job that an earlier start of the study left with this run, if it has not ended. Raises ConfigError where
+        that cannot be told: a second one would write the same files."""
         try:
             record = json.loads(_record(run).read_text())
             cluster, number = record["cluster"], str(record["job"])
@@ -122,21 +136,36 @@ class Jobs:
         import submitit
 
         job: Any = submitit.SlurmJob(folder=self.folder, job_id=number, tasks=list(range(self.nodes)))
-        return job if _state(job, force=True) in GOING_ON else None
+        self.until = time.monotonic() + self.patience if self.until is None else self.until
+        while (state := _state(job, force=True)) == UNKNOWN and time.monotonic() < self.until:
+            time.sleep(1.0)
+        if state == UNKNOWN and not _returned(job):
+            raise ConfigError(
+                f"an earlier start of the study left job {number} with this run, and sacct does not say whether it "
+                f"goes on. Try again later; if squeue does not list it either, delete {_record(run)}"
+            )
+        return job if state in GOING_ON else None
 
     def ended(self, run: Run) -> bool | None:
         if (run.folder / NAME).exists():
             return self._forget(run, True)
-        job = self.jobs[run.folder]
-        if not job.done():
-            state = _state(job)
-            run.note = "" if state == "RUNNING" else f"job {job.job_id} {state.lower()}"
-            return None
-        now = time.monotonic()
-        if now - self.over.setdefault(run.folder, now) < self.patience:
-            return None
+        job, now = self.jobs[run.folder], time.monotonic()
+        over = job.done() and _returned(job)
+        for force in (False, True):  # submitit may have asked ten minutes ago
+            state = _state(job, force)
+            goes_on = state in (*GOING_ON, UNKNOWN)
+            if goes_on and not over:
+                self.over.pop(run.folder, None)
+                run.note = "" if state == "RUNNING" else f"job {job.job_id} {state.lower()}"
+                if state in HELD and now - self.asked >= ASK_AGAIN:
+                    self.asked = now
+                    job.watcher.clear()
+                return None
+            if now - self.over.setdefault(run.folder, now) < self.patience * (OF_REQUEUED if state in REQUEUED else 1):
+                return None
         said = last_line(run.log) if run.log.exists() else f"nothing was printed; see {job.task(0).paths.stderr}"
-        run.problem = f"job {job.job_id} ended ({_state(job)}) before the run was done: {said}"
+        how = "" if goes_on else f" ({state})"
+        run.problem = f"job {job.job_id} ended{how} before the run was done: {said}"
         return self._forget(run, False)
 
     def _forget(self, run: Run, finished: bool) -> bool:
@@ -174,7 +203,12 @@ def _record(run: Run) -> Path:
 
 
 def _state(job: Any, force: bool = False) -> str:
-    """The state in one word; Slurm says by whom a job was cancelled."""
-    job = job.task(0)
-    state = job.get_info(mode="force").get("State", "UNKNOWN") if force else job.state
-    return str(state).split()[0].rstrip("+")
+    """The state in one word; Slurm says by whom a job was cancelled. force: asked for now."""
+    if force:
+        job.watcher.clear()
+    return str(job.task(0).state).split()[0].rstrip("+")
+
+
+def _returned(job: Any) -> bool:
+    """Whether what the job does has ended on every node, by the files that submitit writes then."""
+    return all(job.task(i).paths.result_pickle.exists() for i in range(job.num_tasks))

@@ -7,9 +7,13 @@ import torch
 
 from moe_rl.processes import usable_cores
 from moe_rl.rollout.vllm_place import vllm_url
-from moe_rl.study.config import StudyConfig
+from moe_rl.study.config import ConfigError, StudyConfig
 from moe_rl.study.runs import Run, last_line
 from moe_rl.study.worker import Worker
+
+
+class NotTakenError(RuntimeError):
+    """A run that could not be started now, and may be later; the message says why."""
 
 
 @runtime_checkable
@@ -17,7 +21,8 @@ class Launcher(Protocol):
     """Makes runs somewhere, many at a time. How far each is, its run folder says."""
 
     def start(self, run: Run, arguments: Sequence[object]) -> None:
-        """Begin `moe-rl ARGUMENTS`, which is `run`; what it prints goes to `run.log`."""
+        """Begin `moe-rl ARGUMENTS`, which is `run`; what it prints goes to `run.log`. Raises NotTakenError, or
+        ConfigError where this run cannot be started by trying again."""
 
     def ended(self, run: Run) -> bool | None:
         """Whether it finished; None while it goes on. Sets `run.note` and `run.problem`."""
@@ -57,6 +62,18 @@ class Processes:
     def leave(self) -> None:
         for worker in {*self.workers.values(), *self.makes.values()}:
             worker.stop()
+
+
+def check_roundings(names: Sequence[str], native: str) -> None:
+    """Raises ConfigError unless every one of `names` is another instruction set than `native`, and one that this
+    processor has: torch would use what it is told to and die of an illegal instruction."""
+    smaller = {"AVX512": ("avx2", "default"), "AVX2": ("default",)}.get(native, ())
+    for name in names:
+        if name not in ("native", *smaller):
+            raise ConfigError(
+                f"rounding {name!r}: torch uses {native} kernels here, so that {', '.join(('native', *smaller))} "
+                f"{'is' if not smaller else 'are'} what can be compared"
+            )
 
 
 def workers_of(study: StudyConfig, launcher: str, repeats: int) -> int:

@@ -15,7 +15,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import evaluations, final_rewards, run_outcomes
 from moe_rl.study.power import fewest_pairs
 from moe_rl.study.reading_routing import routing_statements
-from moe_rl.study.roundings import SURVIVAL_RULES, Survival, component_table, conclusion_table
+from moe_rl.study.roundings import SURVIVAL_RULES, Survival, component_table, conclusion_table, same_kernels
 from moe_rl.study.statistics import ALPHA, FEWEST, INTEREST, VERDICT_RULES, Verdict
 from moe_rl.study.words import Statement, count, listed, minus, probability, span
 
@@ -246,6 +246,12 @@ def _roundings(data: StudyData) -> Iterator[Statement]:
     if not data.roundings:
         return
     yield Statement(topic, f"The study was run again under {listed(data.roundings)}.")
+    for name, runs in same_kernels(data).items():
+        yield Statement(
+            topic,
+            f"{name} is left out: {count(len(runs), 'run')} of it had the kernels of the native ones (`kernels` of "
+            f"env.json), and repeat them: {listed(runs)}.",
+        )
     for (arm, other), rows in table.groupby(["arm", "other"], sort=False):
         a, b = full_label(data, str(arm)), full_label(data, str(other))
         means = listed(f"{row['rounding']} {row['difference']:+.3f}" for row in rows.to_dict("records"))

@@ -26,7 +26,7 @@ from moe_rl.study.roundings import component_table, conclusion_table
 from moe_rl.study.statistics import FEWEST, interval_note
 from moe_rl.study.summary import POSITIONS
 from moe_rl.study.token_view import token_view_html
-from moe_rl.study.words import by_topic, count, probability
+from moe_rl.study.words import by_topic, count, listed, probability
 
 FIRST = "final_reward"
 """The figure that stands beside the verdict."""
@@ -194,6 +194,18 @@ def _own_limits(data: StudyData) -> list[str]:
         found.append(
             "The task's problems are not the same in all runs (task_sha256 of the environment): its data or code "
             "changed between them."
+        )
+    starts: dict[tuple[int, str, str], set[str]] = {}
+    for run in data.runs:
+        like = (run.seed, _plain(run.config.get("task")), _plain(run.config.get("model")))
+        starts.setdefault(like, set()).add(str(run.environment.get("weights_sha256", "")))
+    apart = sorted({seed for (seed, *_), digests in starts.items() if len(digests - {""}) > 1})
+    if apart:
+        found.append(
+            "Runs of one seed, task and model did not all begin from the same weights (weights_sha256 of the "
+            "environment), as happens where cold starts were made on several machines: seed "
+            f"{listed(map(str, apart))}. They are paired by seed all the same, and their differences hold that of the "
+            "starts."
         )
     elsewhere = [run.name for run in data.runs if len(environments(run.environment)) > 1]
     if elsewhere:

@@ -90,8 +90,20 @@ def of_each_rounding(data: StudyData, table: Callable[[StudyData], pd.DataFrame]
     return pd.concat([own.assign(rounding=NATIVE), *others], ignore_index=True) if others else own
 
 
+def same_kernels(data: StudyData) -> dict[str, list[str]]:
+    """Rounding -> its runs that had the kernels of the native run of their arm and seed, by `kernels` of `env.json`:
+    they repeat that run, and say nothing of rounding. On a cluster of several processors that can be."""
+    native = {run.name: run.environment.get("kernels") for run in data.runs}
+    found = {
+        name: [run.name for run in study.runs if native.get(run.name) == run.environment.get("kernels", "")]
+        for name, study in data.roundings.items()
+    }
+    return {name: runs for name, runs in found.items() if runs}
+
+
 def _roundings(data: StudyData) -> dict[str, Rounding]:
-    studies = {NATIVE: data, **data.roundings}
+    same = same_kernels(data)
+    studies = {NATIVE: data, **{name: study for name, study in data.roundings.items() if name not in same}}
     return {name: Rounding(run_outcomes(study), comparisons(study)) for name, study in studies.items()}
 
 

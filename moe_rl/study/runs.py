@@ -15,7 +15,7 @@ from moe_rl.training import RunConfig
 class Run:
     """One (arm, seed) under one rounding: where it writes, what it is doing.
 
-    note: of whoever started it, while it has not begun (a job that waits in a queue).
+    note: of whoever starts it, while it has not begun (a job that waits in a queue, or was not taken).
     problem: why it ended, where its log does not say it all.
     """
 
@@ -35,6 +35,7 @@ class Run:
     note: str = ""
     problem: str = ""
     since: str = field(default="", repr=False)
+    counting: bool = field(default=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -62,12 +63,14 @@ class Run:
         """Take in what the run wrote to metrics.jsonl since the last call. What is wrong with the file, or with a line
         of it, the run itself says: here it stops nothing."""
         path = self.folder / "metrics.jsonl"
+        self.counting = self.state == "running" and self.first_step is None
         with contextlib.suppress(OSError):
             path.stat()  # of a file that is gone, what was read stays
             self.since = follow(path, self.since, self.take, self._forget)
 
     def _forget(self) -> None:
-        self.step, self.reward, self.change = 0, None, None
+        self.step, self.reward, self.change, self.first_step = 0, None, None, None
+        self.counting = self.state == "running"
 
     def take(self, row: dict[str, Any]) -> None:
         with contextlib.suppress(ValueError, KeyError, TypeError, ArithmeticError):
@@ -77,13 +80,14 @@ class Run:
                 self.change = row["slots_changed"] / row["slots"] if row["slots"] else None
             elif row["kind"] == "step":
                 self.step = min(int(row["step"]) + 1, self.steps)
-                if self.first_step is None and self.state == "running":
+                if self.counting:  # to the last row of one reading: those before may be of an earlier start
                     self.first_step, self.began = self.step, time.monotonic()
 
     def beginning(self) -> str:
-        """What a run says before its first step: how far its cold start is, or that it waits for another's."""
+        """What a run says before its first step: how far its cold start is, or that it waits for another's; why it was
+        not taken."""
         if not self.starting:
-            return ""
+            return self.note if self.state == "waiting" else ""
         if self.note:
             return self.note
         said = last_line(self.log)

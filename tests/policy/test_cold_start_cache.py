@@ -168,6 +168,17 @@ def test_those_who_want_the_same_model_make_it_once(tmp_path, monkeypatch):
     assert sorted(steps) == [0, 3]
 
 
+def test_where_there_are_no_locks_the_first_that_is_made_is_taken(tmp_path, monkeypatch):
+    first, _, _ = load_counting(CONFIG, tmp_path / "other")
+    made = only_folder(tmp_path / "other")
+
+    def meanwhile(step, steps, loss):
+        shutil.copytree(made, tmp_path / "own" / made.name, dirs_exist_ok=True)
+
+    model, _ = load_policy(CONFIG, TASK, tmp_path / "own", meanwhile)
+    assert equal(model, first) and only_folder(tmp_path / "own").name == made.name
+
+
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match=f"cannot keep cold-started models in {tmp_path}/file: .*another folder"):

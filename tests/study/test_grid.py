@@ -16,17 +16,19 @@ from moe_rl.study.config import ConfigError, dump_run, dump_study, load_study, p
 from moe_rl.study.grid import (
     Run,
     StudyFailed,
+    _arguments,
     _next,
     _runs,
     check_other_seeds,
     check_place,
-    check_roundings,
     run_study,
     with_earlier,
 )
+from moe_rl.study.launchers import check_roundings
 from moe_rl.study.run import check_folder
 from moe_rl.study.shipped import find_study, listed_studies, outline
 from moe_rl.study.worker import Worker
+from moe_rl.training import RunConfig
 
 MICRO = {
     "name": "micro",
@@ -214,6 +216,45 @@ def test_a_study_that_is_run_in_parts_is_the_one_of_its_file(tmp_path, commands,
         found = with_earlier(whole.with_arms(names), tmp_path, whole)
         (tmp_path / "study.yaml").write_text(dump_study(found))
     assert load_study(tmp_path / "study.yaml") == whole and list(found.arms) == list(whole.arms)
+
+
+GSPO = {"gspo": {"method": {"objective": "gspo"}}}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "seed", "kept"),
+    [
+        ({"grpo": {}}, GSPO, 2, ["grpo", "gspo"]),  # compared, and no seed in common
+        ({"grpo": {"label": "same"}}, {"new": {"label": "same", "method": {"replay": "R2"}}}, 0, ["new", "grpo"]),
+        ({"grpo": {}}, {"new": {"method": {"replay": "none"}}}, 0, ["new"]),  # renamed, and a default spelled out
+    ],
+)
+def test_runs_of_a_folder_in_which_two_commands_ran_begin(tmp_path, monkeypatch, first, second, seed, kept):
+    """Each reads what the second command wrote of the arms of both."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("moe_rl.study.grid._schedule", lambda *_: iter(()))
+    for arms, number in ((first, 0), (second, seed)):
+        data = {**MICRO, "arms": {**first, **arms}, "comparisons": [["gspo", "grpo"]]}
+        data = data if arms == GSPO else {**MICRO, "arms": arms}
+        Path("micro.yaml").write_text(yaml.safe_dump(data, sort_keys=False))
+        main(["study", "micro.yaml", "--no-figures", "--arms", *arms, "--seeds", str(number)])
+        Path("runs", "micro", *arms, f"seed{number}").mkdir(parents=True)
+    begun = []
+    monkeypatch.setattr("moe_rl.study.run.run_one", lambda config, *_: begun.append((config.seed, config.method)))
+    run = Run(*second, seed, Path("out"), Path("runs/micro/logs/x.log"), RunConfig())
+    main([str(word) for word in _arguments(run, Path("cold"))])
+    folder = load_study("runs/micro/study.yaml", merged=True)
+    assert list(folder.arms) == kept
+    assert begun == [(seed, folder.resolve(*second, seed).method)]
+
+
+def test_a_folder_whose_runs_could_not_read_it_is_refused_before_one_starts(tmp_path, monkeypatch):
+    study = parse_study(MICRO)
+    twins = dataclasses.replace(study, arms={**study.arms, "twin": study.arms["grpo"]})
+    monkeypatch.setattr("moe_rl.study.grid.with_earlier", lambda *_: twins)
+    with pytest.raises(ConfigError, match=r"earlier commands ran there: arms\.twin: the same configuration"):
+        run_study(study, tmp_path / "out", tmp_path / "cold", 1, "moe-rl study")
+    assert not (tmp_path / "out" / "study.yaml").exists() and not (tmp_path / "out" / "logs").exists()
 
 
 def test_pairs_of_arms_that_the_file_has_no_more_stay_declared(tmp_path):

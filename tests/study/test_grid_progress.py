@@ -60,6 +60,28 @@ def test_a_run_that_goes_on_between_two_polls(tmp_path, before, rewrite):
             assert seen(study) == seen(reader(folder)), f"kept {kept}, again {again}: not as one who reads it first"
 
 
+@pytest.mark.parametrize("rewrite", [replaced, cut_off])
+def test_the_pace_of_a_run_that_goes_on_is_that_of_its_new_steps(tmp_path, monkeypatch, rewrite):
+    """Rows of an earlier start took no time in this one, also where they are read a second time."""
+    now = [0.0]
+    monkeypatch.setattr("moe_rl.study.runs.time.monotonic", lambda: now[0])
+    log, study, marks = RunLog(tmp_path), reader(tmp_path), []
+    for step in range(3):
+        write(log, step)
+        marks.append(log.mark())
+    study.read()
+    study.state = "running"
+    log = RunLog(tmp_path)
+    now[0] = 100.0
+    rewrite(log, marks[1])
+    study.read()
+    assert study.left(None) is None, "no step of its own yet"
+    now[0] = 110.0
+    write(log, 2, seconds=0.25)
+    study.read()
+    assert study.left(None) == 10.0 * (STEPS - 3)
+
+
 def test_a_file_that_is_gone_and_a_line_that_is_not_whole_yet(tmp_path):
     log, study = RunLog(tmp_path), reader(tmp_path)
     assert seen(study) == (0, None, None)

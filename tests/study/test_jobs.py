@@ -4,19 +4,23 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from moe_rl.cli import main
 from moe_rl.study.config import ConfigError, parse_study
-from moe_rl.study.grid import _runs
-from moe_rl.study.job import Node, job_command
+from moe_rl.study.grid import _runs, _schedule
+from moe_rl.study.job import Node, job_command, run_job
 from moe_rl.study.jobs import Jobs, job_options
+from moe_rl.study.launchers import NotTakenError
+from moe_rl.study.runs import last_line
 
 pytest.importorskip("submitit")
 
@@ -88,13 +92,16 @@ def planned(arm="one", nodes=1):
 
 
 def test_options_are_those_of_submitit_and_sbatch():
-    assert job_options(["--gpus-per-node=8", "partition=gpu", "slurm_qos=high", "exclusive=true", "mem_gb=1.5"]) == {
+    words = ["--gpus-per-node=8", "partition=gpu", "slurm_qos=1.10", "account=00123", "exclusive=true", "mem_gb=1.5"]
+    assert job_options([*words, "signal_delay_s=30"]) == {
         "timeout_min": 720,
         "gpus_per_node": 8,
         "slurm_partition": "gpu",
-        "slurm_qos": "high",
+        "slurm_qos": "1.10",
+        "slurm_account": "00123",
         "slurm_exclusive": True,
         "mem_gb": 1.5,
+        "slurm_signal_delay_s": 30,
     }
     wrong = {"gpu": "expected KEY=VALUE", "partition=": "expected KEY=VALUE", "tasks_per_node=8": "a job is one run"}
     for word, said in wrong.items():
@@ -180,6 +187,113 @@ def test_a_study_that_is_started_again_finds_its_jobs(slurm, folder, capsys):
     last = launcher()
     last.start(run, ["run", "study.yaml"])
     assert len(list(folder.glob("*.sbatch"))) == 2, "its end was seen: another job"
+
+
+def test_a_job_of_which_sacct_says_nothing_is_not_submitted_a_second_time(slurm, folder):
+    """Of this run alone: others go on. Its number and the file stay, for whoever asks squeue."""
+    launcher().start(planned(), ["run", "study.yaml"])
+    record = Path("runs/jobs/logs/one_seed0.job")
+    run, again = planned(), launcher()
+    assert list(_schedule([run], again, Path("cold"), 1)) == [None]
+    assert run.state == "failed" and "left job 100 with this run" in run.problem and f"delete {record}" in run.problem
+    assert json.loads(record.read_text())["job"] == "100" and len(list(folder.glob("*.sbatch"))) == 1
+    result = Path("runs/jobs/logs/jobs/100_0_result.pkl")
+    result.touch()  # where there is no accounting: it has ended
+    again.start(run, ["run", "study.yaml"])
+    assert run.note == "job 101 waits"
+
+
+def test_a_job_that_slurm_holds_goes_on_and_is_asked_for_again(slurm, folder):
+    """submitit asks no more of one that was suspended."""
+    run, jobs = planned(), launcher()
+    jobs.start(run, ["run", "study.yaml"])
+    slurm("100|SUSPENDED|node1\n")
+    assert jobs.ended(run) is None and run.note == "job 100 suspended"
+    (folder / "states").write_text("100|RUNNING|node1\n")
+    assert jobs.ended(run) is None and run.note == ""
+    slurm("100|TIMEOUT|node1\n")
+    assert jobs.ended(run) is False and "(TIMEOUT)" in run.problem
+
+
+@pytest.mark.parametrize("state", ["PREEMPTED", "NODE_FAIL"])
+def test_a_job_that_may_be_queued_again_is_waited_for_and_then_given_up(slurm, folder, monkeypatch, state):
+    run, jobs, now = planned(), launcher(), [0.0]
+    monkeypatch.setattr("moe_rl.study.jobs.time.monotonic", lambda: now[0])
+    jobs.patience = 15.0
+    jobs.start(run, ["run", "study.yaml"])
+
+    def seen(after, says):
+        now[0] += after
+        slurm(f"100|{says}|node1\n")
+        return jobs.ended(run)
+
+    assert [seen(0, state), seen(100, state), seen(0, "PENDING")] == [None] * 3 and run.note == "job 100 pending"
+    assert [seen(100, state), seen(100, state)] == [None, None], "counted anew"
+    assert seen(21, state) is False and f"({state})" in run.problem
+
+
+def test_the_state_that_is_told_is_not_an_old_one(slurm, folder):
+    run, jobs = planned(), launcher()
+    jobs.start(run, ["run", "study.yaml"])
+    slurm("100|RUNNING|node1\n")
+    assert jobs.ended(run) is None
+    Path("runs/jobs/logs/jobs/100_0_result.pkl").touch()
+    (folder / "states").write_text("100|OUT_OF_MEMORY|node1\n")
+    assert jobs.ended(run) is False and "job 100 ended (OUT_OF_MEMORY) before" in run.problem
+
+
+def test_a_job_that_is_not_taken_is_offered_again_while_others_go_on(slurm, folder, monkeypatch):
+    """Only where none goes on the study ends."""
+    sbatch = folder / "bin" / "sbatch"
+    taken, full = sbatch.read_text(), "#!/bin/sh\necho 'QOSMaxSubmitJobPerUserLimit' >&2\nexit 1\n"
+    monkeypatch.setattr("moe_rl.study.grid.POLL_SECONDS", 0.0)
+    first, second = planned(), planned("two")
+    polls = _schedule([first, second], launcher(), Path("cold"), 2)
+    sbatch.write_text(full)
+    with pytest.raises(NotTakenError, match=r"one seed 0: the job was not taken: .*QOSMaxSubmitJobPerUserLimit"):
+        next(polls)
+    jobs = launcher()
+    polls = _schedule([first, second], jobs, Path("cold"), 2)
+    submit = jobs.start
+    monkeypatch.setattr(jobs, "start", lambda *given: (submit(*given), sbatch.write_text(full)))
+    sbatch.write_text(taken)
+    next(polls)
+    assert (first.state, second.state) == ("running", "waiting") and "QOSMaxSubmit" in second.beginning()
+    sbatch.write_text(taken)
+    next(polls)
+    assert second.state == "waiting", "not every second"
+    first.folder.mkdir(parents=True)
+    (first.folder / "DONE").write_text("{}")
+    next(polls), next(polls)
+    assert (first.state, second.state) == ("done", "running") and len(list(folder.glob("*.sbatch"))) == 2
+    polls.close()
+
+
+@pytest.fixture
+def node(folder, monkeypatch):
+    """In a job, as submitit starts it."""
+    monkeypatch.setattr(
+        "submitit.JobEnvironment", lambda: SimpleNamespace(node=0, num_nodes=1, hostnames="n", job_id="1")
+    )
+    return folder / "log"
+
+
+def test_a_run_that_was_killed_leaves_the_signal_in_its_log(node, monkeypatch):
+    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr("moe_rl.study.job.job_command", lambda *_: killed)
+    with pytest.raises(subprocess.CalledProcessError):
+        run_job(["run"], str(node), None, {})
+    assert last_line(node) == "moe-rl: error: ended by SIGKILL"
+
+
+def test_a_node_whose_kernels_are_those_that_are_asked_for_is_no_other_rounding(node, monkeypatch):
+    """Of a cluster's nodes the machine where the study is started knows nothing."""
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr("moe_rl.study.job.job_command", lambda *_: [sys.executable, "-c", ""])
+    with pytest.raises(ConfigError):
+        run_job(["run"], str(node), None, {"ATEN_CPU_CAPABILITY": "avx2"})
+    assert last_line(node).startswith("moe-rl: error: rounding 'avx2': torch uses AVX2 kernels here")
+    run_job(["run"], str(node), None, {"ATEN_CPU_CAPABILITY": "default"})
 
 
 def test_a_job_that_has_ended_meanwhile_is_submitted_again(slurm, folder):

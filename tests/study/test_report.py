@@ -18,7 +18,7 @@ from moe_rl.study.answer import answer
 from moe_rl.study.figures import FIGURES, reward
 from moe_rl.study.figures.screen import ON_DARK_CELL, ON_LIGHT_CELL
 from moe_rl.study.reading import rules_of
-from moe_rl.study.report import _commands, inline_svg, render_report
+from moe_rl.study.report import _commands, _own_limits, inline_svg, render_report
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -117,6 +117,26 @@ def test_a_single_unfinished_seed_makes_a_page_without_intervals(tmp_path):
     assert "There is no verdict" in page.replace("so there", "There")
     assert "1 of 2 runs are finished" in page
     assert "gspo/seed0" in page
+
+
+def test_arms_of_a_seed_that_began_from_other_weights_are_a_limit(folder):
+    data = load(folder)
+
+    def limits(digest, **config):
+        runs = [
+            replace(
+                run, environment={**run.environment, "weights_sha256": digest(run)}, config={**run.config, **config}
+            )
+            for run in data.runs
+        ]
+        return [text for text in _own_limits(replace(data, runs=tuple(runs))) if "same weights" in text]
+
+    assert limits(lambda run: f"of seed {run.seed}") == []
+    (said,) = limits(lambda run: f"{run.arm == 'gspo' and run.seed != 1} {run.seed}")
+    assert "made on several machines: seed 0, 2. They are paired" in said
+    other = [replace(run, config={**run.config, "model": run.arm}) for run in data.runs]
+    data = replace(data, runs=tuple(other))
+    assert limits(lambda run: run.arm) == [], "other models begin from other weights"
 
 
 def test_runs_that_ended_early_are_not_counted_as_runs_that_did_not_fail(tmp_path):

@@ -21,6 +21,7 @@ from moe_rl.study.roundings import (
     component_table,
     components,
     conclusion_table,
+    same_kernels,
     survival,
 )
 from moe_rl.study.statistics import Verdict
@@ -101,6 +102,25 @@ def test_which_conclusions_survive(folder):
     words = " ".join(s.text for s in read(data) if s.topic == "Other roundings")
     assert "run again under avx2" in words and "Same direction: the verdict is not the same in every rounding" in words
     assert "Paired differences, components of variance" in words
+
+
+def test_a_rounding_with_the_kernels_of_the_native_runs_is_none(folder, tmp_path):
+    """Runs of a cluster whose nodes differ: what repeats a run does not confirm it."""
+    study = shutil.copytree(folder, tmp_path / "s")
+
+    def kernels(place, name):
+        for file in study.glob(f"{place}*/seed*/env.json"):
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"kernels": name}))
+
+    kernels("", "AVX2")
+    kernels("rounding_avx2/", "DEFAULT")
+    assert same_kernels(load(study)) == {} and not conclusion_table(load(study)).empty
+    kernels("rounding_avx2/gspo", "AVX2")
+    data = load(study)
+    assert len(same_kernels(data)["avx2"]) == 6 and same_kernels(data)["avx2"][0] == "gspo/seed0"
+    assert conclusion_table(data).empty and component_table(data).empty
+    words = " ".join(s.text for s in read(data) if s.topic == "Other roundings")
+    assert "avx2 is left out: 6 runs of it had the kernels of the native ones" in words and "Survives" not in words
 
 
 def test_survival_of_every_kind(folder):
