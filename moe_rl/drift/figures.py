@@ -200,7 +200,8 @@ def margins(table: pd.DataFrame, note: str) -> StudyFigure:
             ax.text(0.5, 0.5, "no margins", ha="center", transform=ax.transAxes)
     caption = (
         "Margin: gap between the last expert chosen and the first that was not, under the old weights, in the units of "
-        "the scores that the router ranks; a change of scores below half of it changes nothing. All sites together; "
+        "the scores that the router ranks; a change of scores below half of it changes nothing (of a router that first "
+        "chooses groups of experts: while the same groups are open). All sites together; "
         f"left, bins of fewer than {FEWEST} choices are left out. {tied}{note}"
     )
     return StudyFigure("margins", "Margins, and which choices changed.", caption, figure, table)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import LIVE, check_integers, check_mask
+from moe_rl.routing.packing import LIVE, as_mask, check_integers
 
 NPY = b"\x93NUMPY"  # how a .npy file begins
 FEW_SITES = 8  # at so many a token that is sent to expert 0 everywhere is taken for one that was not captured
@@ -46,8 +46,7 @@ def ids_from_engine(
     if mask is None:
         rows = torch.tensor([len(a) for a in arrays], device="cpu")
         mask = torch.arange(int(rows.max()), device="cpu")[None, :] < rows[:, None]
-    check_mask(mask)
-    mask = mask.detach().cpu().bool()
+    mask = as_mask(mask).detach().cpu()
     if mask.ndim != 2 or len(mask) != len(arrays):
         raise RoutingError(f"mask must be [B,T] with B = {len(arrays)} sequences, got {list(mask.shape)}")
     ids = torch.full((*mask.shape, len(sites), top_k), LIVE, device="cpu")
@@ -109,7 +108,7 @@ def ids_from_padded(
             f"mask {list(there.shape)} does not fit ids {list(ids.shape)}: expected [B,T] = {list(ids.shape[:2])}, "
             "True where a sequence has a token, prompt included (an attention mask, not a response mask)"
         )
-    there = there.bool()
+    there = as_mask(there)
     if not there.any():
         raise RoutingError("the mask is False everywhere: no token to take routes of")
     ids = ids.to(torch.int64)
@@ -144,7 +143,8 @@ def layers_of(sites: Sequence[str], num_layers: int, layers: Sequence[int] | Non
     """Index of each site along an axis of `num_layers` layers: as given, else by number or name. RoutingError if none
     fits."""
     chosen = list(layers) if layers is not None else _layers_by_name(sites, num_layers)
-    if len(chosen) != len(sites) or not all(0 <= layer < num_layers for layer in chosen):
+    distinct = len(set(chosen)) == len(chosen) == len(sites)
+    if not distinct or not all(0 <= layer < num_layers for layer in chosen):
         raise RoutingError(f"layers {chosen} do not name one of 0..{num_layers - 1} for each of {len(sites)} sites")
     return chosen
 

@@ -14,7 +14,7 @@ a row that names an expert twice (hash-routed sites) everything here is exact to
 
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import comb, log2
 
 import numpy as np
@@ -143,10 +143,7 @@ def _differences(planes: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _sums(planes: list[np.ndarray]) -> list[np.ndarray]:
-    for low, high in pairwise(planes):
-        high += low
-        high += 1
-    return planes
+    return list(accumulate(planes, lambda low, gap: low + gap + 1))
 
 
 @cache

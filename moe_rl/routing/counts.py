@@ -158,7 +158,7 @@ def change_counts(
     sites, k = a.shape[-2:]
     if mask is not None:
         mask = token_mask(mask, a)
-    _refuse_other_tokens(old, new, mask)
+    refuse_other_tokens(old, new, mask)
     counted = None if mask is None else mask.reshape(-1)
     a, b = a.reshape(-1, sites, k), b.reshape(-1, sites, k)
     total = _count(a[:0], b[:0], None)
@@ -265,7 +265,8 @@ def _ids(routes: Routes) -> Tensor:
     return routes
 
 
-def _refuse_other_tokens(old: Routes, new: Routes, mask: Tensor | None) -> None:
+def refuse_other_tokens(old: Routes, new: Routes, mask: Bool[Tensor, "..."] | None) -> None:
+    """RoutingError where both know their tokens, and a token that counts is another one."""
     if not (isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts)):
         return
     if old.tokens is None or new.tokens is None:

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import check_mask, words
+from moe_rl.routing.packing import as_mask, words
 from moe_rl.routing.sites import match_sites
 
 Made = TypeVar("Made", bound="Moved")
@@ -61,8 +61,8 @@ class Moved:
         to_mask: `[B,T']`, True where the same tokens shall be. The n-th True position of a row of from_mask
             moves to the n-th True position of that row of to_mask; all other rows become -1.
 
-        Raises RoutingError if the masks are no tensors or have other shapes, or a sequence has other token counts in
-        the two.
+        Raises RoutingError if the masks are no tensors, hold other values than 0 and 1 or have other shapes, or a
+        sequence has other token counts in the two.
 
         >>> from moe_rl.routing import RoutedExperts
         >>> left = RoutedExperts(torch.tensor([[[[-1]], [[5]], [[6]]]]), ["gate"], 8)
@@ -70,9 +70,8 @@ class Moved:
         tensor([5, 6])
         """
         b, t = self.shape[:2]
-        check_mask(from_mask, "from_mask")
-        check_mask(to_mask, "to_mask")
-        source, target = from_mask.to(self.device).bool(), to_mask.to(self.device).bool()
+        given = {"from_mask": from_mask, "to_mask": to_mask}
+        source, target = (as_mask(mask, name).to(self.device) for name, mask in given.items())
         if source.ndim != 2 or source.shape[0] != b or source.shape[1] not in (t, t + 1):
             raise RoutingError(
                 f"from_mask must be [B,T] = [{b},{t}], or [{b},{t + 1}] if the last token has no route; "
@@ -94,7 +93,8 @@ class Moved:
 
     @classmethod
     def cat(cls: type[Made], parts: Sequence[Made]) -> Made:
-        """Join batches along B. Values in `meta` that differ are dropped; unknown tokens become -1.
+        """Join batches along B. Values in `meta` that differ are dropped, but for `hash_routed`, of which the sites of
+        all parts are kept; unknown tokens become -1.
 
         Raises RoutingError if sites, num_experts, T or K differ.
         """
@@ -114,6 +114,9 @@ class Moved:
             unknown = [torch.full(p.shape[:2], -1, dtype=torch.int32, device=p.device) for p in parts]
             tokens = torch.cat([u if p._tokens is None else p._tokens for u, p in zip(unknown, parts, strict=True)])
         shared = {k: v for k, v in first._meta.items() if all(p._meta.get(k, ...) == v for p in parts)}
+        fixed = [site for site in first.sites if any(site in p._meta.get("hash_routed", ()) for p in parts)]
+        if fixed:
+            shared.setdefault("hash_routed", fixed)
         known = [part._has_live for part in parts]
         has_live = True if True in known else None if None in known else False
         return cls._trusted(

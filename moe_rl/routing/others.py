@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_rl.routing.arrays import decode_sglang, ids_from_engine, ids_from_padded, layers_of, pad_left_aligned
 from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.packing import as_mask
 from moe_rl.routing.skeleton import Described, sites_of
 from moe_rl.routing.traces import read_flame, read_megatron, read_slime, slime_samples
 
@@ -84,12 +85,12 @@ class FromOthers:
         experts, mask, tokens = held["routed_experts"], held.get("attention_mask"), held.get("input_ids")
         padded = None
         if experts.is_nested:
-            padded = None if mask is None or mask.is_nested else mask.bool()
+            padded = None if mask is None or mask.is_nested else as_mask(mask, "attention_mask")
             experts, mask, tokens = _left_aligned(experts, tokens, padded)
         elif mask is None:
             raise RoutingError("no attention_mask in the batch: zeros of the padding cannot be told from expert 0")
         elif tokens is not None:
-            tokens = tokens.masked_fill(~mask.bool(), -1)
+            tokens = tokens.masked_fill(~as_mask(mask, "attention_mask"), -1)
         routes: Any = cls.from_padded(
             experts, mask, config_or_sites, num_experts, layers=layers, tokens=tokens, meta=meta
         )
@@ -131,33 +132,35 @@ class FromOthers:
         *,
         step: int = 0,
         sequences: int = 1,
+        micro_batches: int = 1,
         layers: Sequence[int] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> Made:
         """Routes of one step of a trace of Megatron-LM's `--moe-routing-trace-path`: `router_trace_rank*.jsonl`.
 
-        config_or_sites: default: Megatron's names, `decoder.layers.N.mlp.router`.
+        config_or_sites: default: Megatron's names, `decoder.layers.N.mlp.router`; N counts from the first layer of the
+            rank's pipeline stage.
         sequences: of a micro-batch; 1 where they are packed. Micro-batches follow each other along B.
+        micro_batches: of a step, on this rank: how often each layer comes.
         layers: the layer number in the trace of each site. Default: all in order if there are L, else the number in
             each site's name.
 
         Where Megatron hands on a map of tokens to experts, ids are in rising order, not in the router's. Layers of
-        multi-token prediction are left out.
+        multi-token prediction are left out. Traces of virtual pipelines, and those made while activations were
+        recomputed, are not read: a layer comes again in both.
 
-        Raises RoutingError naming file and line.
+        Raises RoutingError naming file and line; where a layer comes more or less often than `micro_batches` says, or
+        two micro-batches are equal.
         """
         if sequences < 1 or step < 0:
             raise RoutingError(f"sequences {sequences}, step {step}: expected at least 1 and 0")
-        ids, found = read_megatron(path, step, sequences)
+        ids, found = read_megatron(path, step, sequences, micro_batches)
         default = [f"decoder.layers.{layer}.mlp.router" for layer in found]
         names, experts = sites_of(default if config_or_sites is None else config_or_sites)
-        if layers is not None and not set(layers) <= set(found):
-            raise RoutingError(f"layers {list(layers)} are not all in {path}, which has {list(found)}")
-        if layers is None and len(names) != len(found):
-            layers = layers_of(names, max(found) + 1, None)
+        if layers is not None or len(names) != len(found):
+            layers = layers_of(names, max(found) + 1, layers)
             if not set(layers) <= set(found):
                 raise RoutingError(f"the sites are of layers {layers}, {path} has {list(found)}: pass layers=")
-        if layers is not None:
             ids = ids[:, :, [found.index(layer) for layer in layers]]
         return _made(cls, ids, names, num_experts, experts, None, meta)
 

@@ -92,15 +92,21 @@ def token_mask(mask: Shaped[Tensor, "..."], like: Shaped[Tensor, "... L K"]) -> 
 
     Raises RoutingError: no tensor, another shape than that of the tokens, or other values.
     """
-    check_mask(mask)
+    check_tensor(mask)
     if mask.shape != like.shape[:-2]:
         raise RoutingError(f"mask must have the shape {list(like.shape[:-2])} of tokens, got {list(mask.shape)}")
+    return as_mask(mask).to(like.device)
+
+
+def as_mask(mask: Any, name: str = "mask") -> Bool[Tensor, "..."]:
+    """The mask as bool. Raises RoutingError for what is no tensor and for other values than 0 and 1, as of labels."""
+    check_tensor(mask, name)
     if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
-        raise RoutingError("mask: expected only 0 and 1 (or bool), got other values; it says which tokens count")
-    return mask.to(like.device).bool()
+        raise RoutingError(f"{name}: expected only 0 and 1 (or bool), got other values; it says which tokens count")
+    return mask.bool()
 
 
-def check_mask(mask: Any, name: str = "mask") -> None:
+def check_tensor(mask: Any, name: str = "mask") -> None:
     """Raises RoutingError for lists and arrays, which have no device to compare on."""
     if not isinstance(mask, Tensor):
         raise RoutingError(

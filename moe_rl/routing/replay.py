@@ -11,7 +11,7 @@ from moe_rl.routing.calls import Call, Listener, device_of, one_width, tokens_of
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.hooks import Tap
 from moe_rl.routing.kv_cache import CHANGED
-from moe_rl.routing.packing import check_mask, shown, unpack_ids
+from moe_rl.routing.packing import check_tensor, shown, unpack_ids
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Holes
 from moe_rl.routing.sites import match_sites, within
@@ -69,7 +69,7 @@ class Replay(Listener):
     def _restricted(self, packed: Tensor, tokens: Tensor | None, slots: int | None) -> Tensor:
         batch, length, _, k = packed.shape
         if tokens is not None:
-            check_mask(tokens, "tokens")
+            check_tensor(tokens, "tokens")
             if tokens.dtype != torch.bool or tokens.shape != (batch, length):
                 raise RoutingError(
                     f"tokens must be a bool mask [B,T] = {(batch, length)}, True where routes are forced; got "

@@ -5,6 +5,7 @@ it chose in that run. Noise and margins are no model of training: noise is a str
 margins tell how close each choice was. A bias is added where a router ranks its experts.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -270,7 +271,8 @@ def predicted_routes(model: nn.Module, weights: Float[Tensor, "L E H"]) -> Itera
         if own.shape != (logits.shape[-1], states.shape[-1]):
             needed = [logits.shape[-1], states.shape[-1]]
             raise RoutingError(f"site {name}: weights must be [E,H] = {needed}, got {list(own.shape)}")
-        return nn.functional.linear(states.to(own.dtype), own.detach())
+        with torch.autocast(states.device.type, enabled=False):  # it would round a small move away
+            return nn.functional.linear(states.to(own.dtype), own.detach())
 
     with tap.listen(Moved(prediction)):
         yield
@@ -343,14 +345,21 @@ def _refuse_second(tap: Tap) -> None:
 def record_margins(model: nn.Module) -> Iterator[Margins]:
     """Record `boundary_margin` of the scores that every router ranks: s_(k) - s_(k+1), in their units (probabilities
     where softmax comes before the selection, as in Qwen3-MoE, OLMoE and Mixtral; logits where it comes after, as in
-    Granite; with the selection bias where there is one). A change of scores below half of it cannot change the choice;
-    infinite where all experts are taken.
+    Granite; with the selection bias where there is one); infinite where all experts are taken. A change of scores below
+    half of it cannot change the choice, but of routers that first choose groups of experts (DeepSeek-V3): there it is
+    the margin within the groups that are open, a smaller change can open another group, and a warning says so.
 
     Outputs are not changed. Inside a replay the margin is that of the live choice. Raises as `record_routes`;
     RoutingError inside `noisy_routes`, another `record_margins` or their like.
     """
-    tap, _ = acquire(model)
+    tap, names = acquire(model)
     _refuse_second(tap)
+    if grouped := [name for name, probe in zip(names, tap.probes, strict=True) if probe.grouped]:
+        warnings.warn(
+            f"site {grouped[0]} (one of {len(grouped)}) first chooses groups of experts: its margin is that within the "
+            "groups that are open, and a change of scores below half of it can still open another group",
+            stacklevel=3,
+        )
     margins = Margins(tap.names)
     with tap.listen(margins):
         yield margins

@@ -1,13 +1,16 @@
 """How routers behave: the load of their experts and its balance, the margins and divergences of their scores."""
 
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from moe_rl.routing.counts import Routes, in_order_of
+from moe_rl.routing.counts import Routes, in_order_of, refuse_other_tokens
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.packing import check_integers, token_mask
-from moe_rl.routing.routes import RoutedExperts
+from moe_rl.routing.routes import RoutedExperts, unpack_ids
+from moe_rl.routing.validity import chunks
 
 
 def expert_load(
@@ -20,14 +23,14 @@ def expert_load(
     padding and the last sampled token must be -1 or masked. Where sites differ in num_experts, E is the largest, and
     the columns that a site has no expert for are negative (-1; loads of batches may be added).
     """
-    ids, experts = _ids(routes, num_experts, mask)
-    sites = ids.shape[-2]
-    # One bin per (site, expert), and one per site for what does not count.
-    bins = torch.where(ids < 0, experts, ids) + torch.arange(sites, device=ids.device)[:, None] * (experts + 1)
-    load = torch.bincount(bins.flatten(), minlength=sites * (experts + 1)).view(sites, -1)[:, :experts]
+    experts, sites, device = _width(routes, num_experts), routes.shape[-2], routes.device
+    load = torch.zeros(sites * (experts + 1), dtype=torch.int64, device=device)
+    for _, ids in _parts(routes, experts, mask):
+        load += torch.bincount(_bins(ids, experts).flatten(), minlength=len(load))
+    load = load.view(sites, -1)[:, :experts]
     if isinstance(routes, RoutedExperts) and not isinstance(routes.num_experts, int):
-        own = torch.tensor(routes.num_experts, device=ids.device)
-        load = load.masked_fill(torch.arange(experts, device=ids.device) >= own[:, None], -1)
+        own = torch.tensor(routes.num_experts, device=device)
+        load = load.masked_fill(torch.arange(experts, device=device) >= own[:, None], -1)
     return load
 
 
@@ -60,9 +63,9 @@ def effective_sets(
     >>> effective_sets(torch.tensor([[[0, 1]], [[1, 0]], [[2, 3]], [[3, 2]]]), num_experts=4)
     tensor([2.], dtype=torch.float64)
     """
-    ids, _ = _ids(routes, num_experts, mask)
+    ids = torch.cat([ids for _, ids in _parts(routes, _width(routes, num_experts), mask)])
     found = []
-    for rows in ids.flatten(0, -3).unbind(1):
+    for rows in ids.unbind(1):
         rows = rows[(rows >= 0).all(-1)].sort(-1).values
         shares = torch.unique(rows, dim=0, return_counts=True)[1].double() / len(rows)
         found.append(torch.special.entr(shares).sum().exp() if len(rows) else shares.new_tensor(torch.nan))
@@ -73,14 +76,18 @@ def active_experts(
     routes: Routes, mask: Shaped[Tensor, "B T"] | None = None, *, num_experts: int | None = None
 ) -> Bool[Tensor, "B L E"]:
     """Which experts of each site a sequence used at least once, over its tokens in mask."""
-    return _used(*_ids(routes, num_experts, mask))
+    experts, (batch, tokens, sites, _) = _width(routes, num_experts), routes.shape
+    used = torch.zeros(batch, sites, experts + 1, dtype=torch.bool, device=routes.device)
+    for start, ids in _parts(routes, experts, mask):
+        _mark(used, ids, start, tokens)
+    return used[..., :experts]
 
 
-def _used(ids: Int[Tensor, "B T L K"], experts: int) -> Bool[Tensor, "B L E"]:
-    batch, tokens, sites, k = ids.shape
-    used = torch.zeros(batch, sites, experts + 1, dtype=torch.bool, device=ids.device)
-    slots = torch.where(ids < 0, experts, ids).transpose(1, 2).reshape(batch, sites, tokens * k)
-    return used.scatter_(2, slots, True)[..., :experts]
+def _mark(used: Bool[Tensor, "B L E_plus_1"], ids: Int[Tensor, "n L K"], start: int, tokens: int) -> None:
+    """Marks the experts of some of the B·T tokens, of which the first has the number `start`; T is `tokens`."""
+    sequence = torch.arange(start, start + len(ids), device=ids.device) // max(1, tokens)
+    bins = _bins(ids, used.shape[-1] - 1) + (sequence * used.shape[1:].numel())[:, None, None]
+    used.view(-1).scatter_(0, bins.flatten(), True)
 
 
 def active_set_churn(
@@ -97,7 +104,7 @@ def active_set_churn(
     Long sequences use nearly all experts, so that it falls with length where `slot_change` does not. A (token, site)
     without a route on either side counts on neither.
 
-    Raises RoutingError if shapes, sites or their numbers of experts differ.
+    Raises RoutingError if shapes, sites, their numbers of experts or, where both know them, the counted tokens differ.
     """
     if isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts):
         new = in_order_of(old, new)
@@ -106,27 +113,48 @@ def active_set_churn(
             f"old {list(old.shape)} and new {list(new.shape)} must have one shape [B,T,L,K]; realign brings routes to "
             "one padding"
         )
-    (a, experts), (b, _) = (_ids(routes, num_experts, mask) for routes in (old, new))
-    both = (a >= 0) & (b >= 0)
-    before, after = (_used(ids.where(both, -1), experts) for ids in (a, b))
+    mask = None if mask is None else token_mask(mask, _held(old))
+    refuse_other_tokens(old, new, mask)
+    experts, (batch, tokens, sites, _) = max(_width(routes, num_experts) for routes in (old, new)), old.shape
+    used = torch.zeros(2, batch, sites, experts + 1, dtype=torch.bool, device=old.device)
+    both_parts = (_parts(routes.to(old.device), experts, mask) for routes in (old, new))
+    for (start, a), (_, b) in zip(*both_parts, strict=True):
+        both = (a >= 0) & (b >= 0)
+        for marked, ids in zip(used, (a, b), strict=True):
+            _mark(marked, ids.where(both, -1), start, tokens)
+    before, after = used[..., :experts]
     return (after & ~before).sum(-1) / after.sum(-1).clamp(min=1)
 
 
-def _ids(routes: Routes, num_experts: int | None, mask: Tensor | None) -> tuple[Int[Tensor, "*rows L K"], int]:
-    """int64 ids with -1 where nothing counts, and the number of experts."""
+def _held(routes: Routes) -> Tensor:
+    return routes.packed if isinstance(routes, RoutedExperts) else routes
+
+
+def _width(routes: Routes, num_experts: int | None) -> int:
+    """The largest number of experts of a site."""
     if isinstance(routes, RoutedExperts):
-        ids, experts = routes.ids, max(routes._experts)
-    elif num_experts is None:
+        return max(routes._experts)
+    if num_experts is None:
         raise RoutingError("plain ids do not say how many experts there are: pass num_experts=")
-    else:
-        check_integers(routes)
-        ids, experts = routes.long(), num_experts
-        if ids.numel() and (int(ids.max()) >= experts or int(ids.min()) < -1):
+    check_integers(routes)
+    return num_experts
+
+
+def _parts(routes: Routes, experts: int, mask: Tensor | None) -> Iterator[tuple[int, Int[Tensor, "n L K"]]]:
+    """int64 ids, -1 where nothing counts, of some of the B·T tokens at a time, and the number of the first of them."""
+    held = _held(routes)
+    rows, counted = held.reshape(-1, *held.shape[-2:]), None if mask is None else token_mask(mask, held).reshape(-1, 1)
+    for part in chunks(rows) or [slice(0, 0)]:
+        ids = unpack_ids(rows[part]) if isinstance(routes, RoutedExperts) else rows[part].long()
+        if ids.numel() and held is routes and (int(ids.max()) >= experts or int(ids.min()) < -1):
             raise RoutingError(f"ids from {int(ids.min())} to {int(ids.max())}, expected -1..{experts - 1}")
-    counted = (ids >= 0).all(-1)
-    if mask is not None:
-        counted = counted & token_mask(mask, ids)[..., None]
-    return torch.where(counted[..., None], ids, -1), experts
+        there = (ids >= 0).all(-1)
+        yield part.start, torch.where((there if counted is None else there & counted[part])[..., None], ids, -1)
+
+
+def _bins(ids: Int[Tensor, "n L K"], experts: int) -> Int[Tensor, "n L K"]:
+    """A number of its own for each expert of each site, and one per site for -1."""
+    return torch.where(ids < 0, experts, ids) + torch.arange(ids.shape[1], device=ids.device)[:, None] * (experts + 1)
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -138,7 +166,8 @@ def router_kl(old_logits: Float[Tensor, "*rows E"], new_logits: Float[Tensor, "*
     The full distribution, not only the experts chosen: it moves before any expert flips. float32 at least;
     differentiable in both arguments. For routers that do not score by softmax it is a common scale, no more.
 
-    An expert that the old logits exclude (-inf) adds nothing; one that only the new ones exclude makes it infinite.
+    An expert whose p_old is 0 (excluded by -inf, or too small for its dtype) adds nothing; one that only the new logits
+    exclude makes it infinite.
     """
     return _divergence(_log_softmax(old_logits), _log_softmax(new_logits))
 
@@ -153,7 +182,7 @@ def router_js(old_logits: Float[Tensor, "*rows E"], new_logits: Float[Tensor, "*
 
 def _divergence(old: Tensor, new: Tensor) -> Tensor:
     """Σ p_old (log p_old - log p_new), where an expert with p_old = 0 adds nothing, to the gradient neither."""
-    never = old == -torch.inf
+    never = old.exp() == 0
     old, new = old.masked_fill(never, 0), new.masked_fill(never, 0)
     return (old.exp() * (old - new) * ~never).sum(-1)
 

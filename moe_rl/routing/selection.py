@@ -45,6 +45,7 @@ class Selector:
     by_max: the selection is a sequence of `max` calls, not a `topk` (Phi-MoE).
     mode: what answers the router, where `Selection` alone does not (`other_routers`).
     logits: which of the router's linear maps onto `num_experts` makes the logits; where selection noise goes.
+    grouped: the router first chooses some of its groups of experts, and ranks those alone.
     """
 
     num_experts: int
@@ -57,6 +58,7 @@ class Selector:
     by_max: bool = False
     mode: "type[Selection] | None" = None
     logits: int = -1
+    grouped: bool = False
 
 
 @no_type_check

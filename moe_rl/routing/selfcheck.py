@@ -106,7 +106,9 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
         experts, k, _ = seen.ranked[call]
         mode = MaskedSelection if experts in seen.masked else None
         logits = _last_of(seen.linear[: seen.linear_at_topk[call]], experts)
-        return Selector(experts, k, len(seen.ranked), call, output=place, mode=mode, logits=logits)
+        groups, open_groups, _ = seen.ranked[call - 1] if call else seen.ranked[call]
+        grouped = open_groups < groups < experts
+        return Selector(experts, k, len(seen.ranked), call, output=place, mode=mode, logits=logits, grouped=grouped)
 
     for place, ids in integers.items():
         for call, (_, k, chosen) in reversed(list(enumerate(seen.ranked))):

@@ -20,7 +20,7 @@ SLIME = "tokens", "rollout_routed_experts"
 
 
 def read_megatron(
-    path: str | os.PathLike[str], step: int, sequences: int
+    path: str | os.PathLike[str], step: int, sequences: int, micro_batches: int
 ) -> tuple[Int[Tensor, "B T L K"], tuple[int, ...]]:
     """Ids and layer numbers of one step of `router_trace_rank*.jsonl` (Megatron-LM #5220), decoder layers only.
 
@@ -28,7 +28,8 @@ def read_megatron(
     row t * sequences + b is token t of sequence b. A layer that comes again in a step is the next micro-batch, whose
     sequences follow; shorter ones are padded with -1 on the right.
 
-    Raises RoutingError naming file and line.
+    Raises RoutingError naming file and line; where a layer does not come `micro_batches` times, or two micro-batches
+    are equal.
     """
     file = _rank_file(Path(path))
     found: dict[int, list[Tensor]] = {}
@@ -70,7 +71,20 @@ def read_megatron(
             f"{layers[0]} has {shapes[layers[0]]}: a trace that ended in the middle of a step, or layers that ran "
             "twice (recomputed activations)?"
         )
-    parts = [torch.stack([found[layer][i] for layer in layers], 2) for i in range(len(shapes[layers[0]]))]
+    if (times := len(shapes[layers[0]])) != micro_batches:
+        raise RoutingError(
+            f"{file} step {step}: each layer comes {times} times, expected micro_batches = {micro_batches}. It comes "
+            "again for each micro-batch, but also where activations are recomputed and in each chunk of a virtual "
+            "pipeline, whose layers are counted from 0 again: neither can be read"
+        )
+    parts = [torch.stack([found[layer][i] for layer in layers], 2) for i in range(times)]
+    first: dict[Any, int] = {}
+    for i, part in enumerate(parts):
+        if (same := first.setdefault((part.shape, part.numpy().tobytes()), i)) != i:
+            raise RoutingError(
+                f"{file} step {step}: micro-batches {same} and {i} are equal at all layers: activations were "
+                "recomputed (trace without recomputation), or both are of the same tokens"
+            )
     return pad_left_aligned([row for part in parts for row in part], LIVE), layers
 
 

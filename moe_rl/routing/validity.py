@@ -33,7 +33,7 @@ def pack_checked(
         twice = next(site for i, site in enumerate(sites) if site in sites[:i])
         raise RoutingError(f"site {twice} is named twice (names are compared without wrapper parts)")
     packed = torch.empty(ids.shape, dtype=packed_dtype(max(experts)), device=ids.device)
-    for chunk in _chunks(ids):
+    for chunk in chunks(ids):
         words(packed)[chunk] = words(
             _checked(ids[chunk].to(torch.int64), chunk.start, ids.dtype, sites, experts, repeats)
         )
@@ -47,13 +47,14 @@ def check_packed(packed: Tensor, sites: Sequence[str], experts: Sequence[int], r
         raise RoutingError(
             f"packed ids are {packed.dtype} {list(packed.shape)}, expected {expected} [B,T,{len(sites)},K]"
         )
-    for chunk in _chunks(packed):
+    for chunk in chunks(packed):
         again = _checked(unpack_ids(packed[chunk]), chunk.start, torch.int64, sites, experts, repeats)
         if not torch.equal(words(again), words(packed[chunk])):
             raise RoutingError("a row of packed ids is live in some slots only")
 
 
-def _chunks(ids: Tensor) -> list[slice]:
+def chunks(ids: Tensor) -> list[slice]:
+    """Parts of the first axis, of some million ids each."""
     step = max(1, _CHUNK // max(1, ids.shape[1:].numel()))
     return [slice(start, start + step) for start in range(0, len(ids), step)]
 
@@ -107,12 +108,15 @@ def experts_per_site(num_experts: Any, sites: tuple[str, ...]) -> tuple[int, ...
 
 
 def checked_tokens(tokens: Tensor, packed: Tensor) -> Int[Tensor, "B T"]:
-    """int32 token ids of the shape of the routes, where these are."""
+    """int32 token ids of the shape of the routes, where these are. RoutingError for what is none; -1 is unknown."""
     shape = packed.shape[:2]
     if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape != shape:
         raise RoutingError(f"tokens must be integers [B,T] = {list(shape)}, got {tokens.dtype} {list(tokens.shape)}")
-    if tokens.numel() and torch.iinfo(tokens.dtype).max >= 2**31:  # others would wrap
+    if tokens.numel():  # above, others would wrap; below, -2 - id is kept of what a recording's mask hid (`hide`)
         low, high = (int(x) for x in torch.aminmax(tokens.to(torch.int64)))
-        if low < -(2**31) or high >= 2**31:
-            raise RoutingError(f"tokens from {low} to {high} are no token ids: they are kept in 32 bits")
+        if low < -1 or high >= 2**31:
+            raise RoutingError(
+                f"tokens from {low} to {high} are no token ids: below zero only -1 has a meaning (unknown; labels have "
+                "-100?), and they are kept in 32 bits"
+            )
     return tokens.to(packed.device, torch.int32)

@@ -49,7 +49,8 @@ class MethodConfig:
     """R2 only: the share of the (token, site) rows of each routing site that are replayed; the others route live."""
     keep_by: Literal["margin", "random"] = "margin"
     """Which rows are kept: `margin`, those that the old policy decided by the least margin s_(k) - s_(k+1) of the
-    scores that its router ranks, and that are the first to flip; `random`, as many at random, a control."""
+    scores that its router ranks, and that are the first to flip (of a router that first chooses groups of experts, as
+    DeepSeek-V3's, only while the same groups are open: a warning says so); `random`, as many at random, a control."""
     keep_sites: tuple[int, ...] | None = None
     """R2 only: the routing sites that are replayed, counted from 0 in the order of the layers; the others route live.
     None: all of them."""

@@ -57,6 +57,8 @@ def test_rows_come_back(pair, rows):
 def test_gaps_by_hand():
     rows = np.array([[9, 2, 3], [0, 1, 2], [255, 255, 255]], np.uint8)
     assert gaps(rows).tolist() == [[2, 0, 5], [0, 0, 0], [255, 255, 255]]
+    held = np.array([[2, 0, 5]], np.uint8)
+    assert without_gaps(held).tolist() == [[2, 3, 9]] and held.tolist() == [[2, 0, 5]]
 
 
 def test_limits_by_hand():

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routing_helpers import random_ids
 
-from moe_rl.routing import active_set_churn, effective_sets, expert_load, load_cv, load_entropy
+from moe_rl.routing import active_set_churn, effective_sets, expert_load, load_cv, load_entropy, router_stats, validity
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.router_stats import active_experts
 from moe_rl.routing.routes import RoutedExperts
@@ -68,6 +69,21 @@ def test_churn_of_routes_matches_sites_by_name():
     assert active_set_churn(old, new).tolist() == [[0.0, 0.0]]
 
 
+def test_counts_do_not_depend_on_how_many_tokens_are_taken_at_a_time(monkeypatch):
+    old, new = (random_ids(3, 5, 2, 2, 8, seed) for seed in (0, 1))
+    old[0, 2, 1] = -1
+    mask = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) < 0.7
+
+    def counts():
+        one = [count(old, mask, num_experts=8) for count in (expert_load, effective_sets, active_experts)]
+        return [*one, active_set_churn(old, new, mask, num_experts=8)]
+
+    whole = counts()
+    monkeypatch.setattr(validity, "_CHUNK", 2 * 2 * 2)  # two tokens
+    assert [len(ids) for _, ids in router_stats._parts(old, 8, None)] == [2] * 7 + [1]
+    assert all(torch.equal(a, b) for a, b in zip(whole, counts(), strict=True))
+
+
 def test_churn_of_routes_that_do_not_belong_together_is_refused():
     ids = torch.tensor([[[[0, 1]], [[2, 3]]]])
     old = RoutedExperts(ids, ["a"], 8)
@@ -75,6 +91,10 @@ def test_churn_of_routes_that_do_not_belong_together_is_refused():
         active_set_churn(old, RoutedExperts(ids, ["a"], 16))
     with pytest.raises(RoutingError, match="site b is only in the new routes"):
         active_set_churn(old, RoutedExperts(ids.expand(1, 2, 2, 2), ["a", "b"], 8))
+    of_3, of_4 = (RoutedExperts(ids, ["a"], 8, tokens=[[1, token]]) for token in (3, 4))
+    with pytest.raises(RoutingError, match="different tokens: sequence 0, position 1 is token 3 in the old and 4"):
+        active_set_churn(of_3, of_4)
+    assert active_set_churn(of_3, of_4, torch.tensor([[1, 0]])).tolist() == [[0.0]]
     for new in (RoutedExperts(ids[:, :1], ["a"], 8), ids[:, :1]):  # two tokens against one
         with pytest.raises(RoutingError, match=r"old \[1, 2, 1, 2\] and new \[1, 1, 1, 2\] must have one shape"):
             active_set_churn(old, new, num_experts=8)

@@ -1,8 +1,11 @@
 """Margins of live choices, against the router's own scores, and as what they promise."""
 
+import warnings
+
 import pytest
 import torch
-from tiny_families import tiny_model
+import transformers
+from tiny_families import families, tiny_config, tiny_model
 from torch.overrides import TorchFunctionMode
 from transformers import (
     GraniteMoeConfig,
@@ -102,6 +105,19 @@ def test_a_change_below_half_the_margin_flips_nothing_and_one_above_it_can():
             model(ids)
         assert bool(site_change(old.routes, new.routes).all()) is flips
         assert bool(site_change(old.routes, new.routes).any()) is flips
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize(("groups", "open_groups"), [(2, 1), (2, 2), (1, 1)])
+def test_of_routers_that_first_choose_groups_a_warning_says_what_their_margin_is(family, groups, open_groups):
+    config = tiny_config(families()[family])
+    config.n_group, config.topk_group = groups, open_groups
+    model = getattr(transformers, family)(config).eval()
+    with warnings.catch_warnings(record=True) as said, record_margins(model):
+        model(torch.zeros(1, 2, dtype=torch.long))
+    told = [w for w in said if "layers.1.mlp.gate (one of 2) first chooses groups of experts" in str(w.message)]
+    assert len(told) == len(said) == (open_groups < groups)
 
 
 @torch.no_grad()

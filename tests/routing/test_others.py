@@ -1,6 +1,7 @@
 """Routes from other programs' arrays and files: each in the form in which its producer writes it."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -60,6 +61,7 @@ def test_tokens_that_were_set_to_live_are_live_dense_layers_or_not():
         (lambda a, m: (a[:, :, 0], m), r"\[B,T,layers,K\].* got \[2, 5, 2\]"),
         (lambda a, m: (a, m[:, 1:]), r"mask \[2, 4\] does not fit ids \[2, 5, 3, 2\].*not a response mask"),
         (lambda a, m: (a, m * 0), "False everywhere"),
+        (lambda a, m: (a, m * 2 - 1), "mask: expected only 0 and 1"),
         (lambda a, m: (a * 0, m), r"site model\.layers\.1\.mlp\.gate \(layer 1 .*all zeros"),
         (lambda a, m: (a.roll(1, 2), m), r"layers?\.?.*all zeros|layers \[0\] .* no site"),
         (
@@ -175,19 +177,22 @@ def megatron(path, steps=2, layers=(1, 2), micro=2, T=3, B=2, K=2):
 
 def test_a_trace_of_megatron_is_position_first_and_micro_batches_follow(tmp_path):
     path = megatron(tmp_path / "router_trace_rank0.jsonl")
-    routes = RoutedExperts.from_megatron_jsonl(tmp_path, None, 600, step=1, sequences=2)
+    routes = RoutedExperts.from_megatron_jsonl(tmp_path, None, 600, step=1, sequences=2, micro_batches=2)
     assert routes.shape == (4, 3, 2, 2)
     assert routes.sites == ("decoder.layers.1.mlp.router", "decoder.layers.2.mlp.router")
     assert routes.ids[1, :, 0].tolist() == [[1, 511], [11, 511], [21, 511]]  # sequence 1 of micro-batch 0
     assert routes.ids[2, :, 1].tolist() == [[100, 512], [110, 512], [120, 512]]
-    named = RoutedExperts.from_megatron_jsonl(path, [SITES[1]], 600, sequences=2)
-    assert torch.equal(named.ids[:, :, 0], RoutedExperts.from_megatron_jsonl(path, SITES, sequences=2).ids[:, :, 1])
+    of_two = {"sequences": 2, "micro_batches": 2}
+    named = RoutedExperts.from_megatron_jsonl(path, [SITES[1]], 600, **of_two)
+    assert torch.equal(named.ids[:, :, 0], RoutedExperts.from_megatron_jsonl(path, SITES, **of_two).ids[:, :, 1])
     with pytest.raises(RoutingError, match=r"no decoder layer of step 7; its steps are 0\.\.1"):
         RoutedExperts.from_megatron_jsonl(path, step=7)
     with pytest.raises(RoutingError, match="line 1: 6 tokens are not 4 sequences of one length"):
         RoutedExperts.from_megatron_jsonl(path, sequences=4)
     with pytest.raises(RoutingError, match=r"sites are of layers \[0\], .* has \[1, 2\]"):
-        RoutedExperts.from_megatron_jsonl(path, ["model.layers.0.gate"])
+        RoutedExperts.from_megatron_jsonl(path, ["model.layers.0.gate"], **of_two)
+    with pytest.raises(RoutingError, match=r"layers \[1, 1\] do not name one of 0\.\.2 for each of 2 sites"):
+        RoutedExperts.from_megatron_jsonl(path, SITES, layers=[1, 1], **of_two)
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:-2]) + "\n")
     with pytest.raises(RoutingError, match=r"layer 2 has micro-batches .* ended in the middle of a step"):
@@ -198,6 +203,26 @@ def test_a_trace_of_megatron_is_position_first_and_micro_batches_follow(tmp_path
     megatron(tmp_path / "router_trace_rank1.jsonl")
     with pytest.raises(RoutingError, match="holds 2 ranks"):
         RoutedExperts.from_megatron_jsonl(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro_batches", "said"),
+    [
+        ([(0, 0), (1, 1), (0, 4), (1, 5)], 1, "each layer comes 2 times, expected micro_batches = 1.*virtual pipeline"),
+        ([(0, 0), (1, 1), (1, 1), (0, 0)], 2, "micro-batches 0 and 1 are equal at all layers: .* recomputed"),
+        ([(0, 0), (1, 1), (1, 2), (0, 0)], 2, ""),  # two micro-batches that agree at one layer
+    ],
+)
+def test_layers_that_come_again_in_a_trace_of_megatron_are_micro_batches_or_refused(
+    tmp_path, rows, micro_batches, said
+):
+    """A virtual pipeline counts the layers of each chunk from 0; a recomputation is written as a second forward."""
+    row = {"step": 0, "block": "decoder", "num_tokens": 2, "topk": 2}
+    lines = [json.dumps({**row, "layer": layer, "top_indices": [[expert, 7]] * 2}) + "\n" for layer, expert in rows]
+    (tmp_path / "trace.jsonl").write_text("".join(lines))
+    with pytest.raises(RoutingError, match=said) if said else nullcontext():
+        routes = RoutedExperts.from_megatron_jsonl(tmp_path / "trace.jsonl", None, 8, micro_batches=micro_batches)
+        assert routes.ids[:, 0, :, 0].tolist() == [[0, 1], [0, 2]]
 
 
 def flame(folder, seed, kind):

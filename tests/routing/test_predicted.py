@@ -14,6 +14,7 @@ from moe_rl.routing import (
     record_router_logits,
     record_routes,
     replay_routes,
+    rerun,
 )
 
 FAMILIES = ["Qwen3MoeForCausalLM", "OlmoeForCausalLM", "GraniteMoeForCausalLM", "DeepseekV3ForCausalLM"]
@@ -49,6 +50,19 @@ def test_only_the_choice_is_predicted(family):
     with replay_routes(model, routes), predicted_routes(model, weights):
         assert torch.equal(model(input_ids=inputs).logits, plain), "a replay wins where it forces"
     assert hooked(model) == []
+
+
+@torch.no_grad()
+def test_autocast_does_not_round_the_prediction(monkeypatch):
+    model, inputs, moves = moe(), tokens(), []
+    weights = weights_for(model, inputs)
+    init = rerun.Moved.__init__
+    monkeypatch.setattr(
+        rerun.Moved, "__init__", lambda self, move: init(self, lambda *a: moves.append(move(*a)) or moves[-1])
+    )
+    with torch.autocast("cpu", torch.bfloat16), predicted_routes(model, weights):
+        model(input_ids=inputs)
+    assert [move.dtype for move in moves] == [torch.float32] * 3
 
 
 @torch.no_grad()

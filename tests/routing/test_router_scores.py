@@ -83,5 +83,6 @@ def test_excluded_experts_add_nothing_to_divergences():
     half, one = torch.zeros(2), torch.tensor([0.0, -inf])
     assert router_kl(half, one).item() == inf
     assert router_kl(one, half).item() == pytest.approx(LN2)
+    assert router_kl(torch.tensor([0.0, -200.0]), one).item() == 0  # e^-200 is 0 in float32
     js = 0.5 * (0.5 * math.log(2 / 3) + 0.5 * LN2) + 0.5 * math.log(4 / 3)
     assert router_js(half, one).item() == pytest.approx(js)

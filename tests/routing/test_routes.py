@@ -244,9 +244,10 @@ def test_wrong_tokens(tokens):
         RoutedExperts(example().ids, SITES, 8, tokens=tokens)
 
 
-@pytest.mark.parametrize("token", [2**31, 2**40, -(2**31) - 1])
-def test_tokens_that_32_bits_do_not_hold_are_refused(token):
+@pytest.mark.parametrize("token", [2**31, 2**40, -(2**31) - 1, -100])
+def test_tokens_that_32_bits_do_not_hold_and_labels_are_refused(token):
     tokens = torch.full((3, 4), 2**31 - 1)
+    tokens[0, 0] = -1
     assert RoutedExperts(example().ids, SITES, 8, tokens=tokens).tokens.tolist() == tokens.tolist()
     tokens[1, 2] = token
     with pytest.raises(RoutingError, match=rf"tokens from .*{token}.* are kept in 32 bits"):

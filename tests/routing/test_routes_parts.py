@@ -71,6 +71,8 @@ def test_cat_keeps_what_parts_agree_on():
     both = RoutedExperts.cat([a, b])
     assert both.meta == {"model": "tiny"}
     assert torch.equal(both.tokens, torch.cat([a.tokens, torch.full((3, 4), -1, dtype=torch.int32)]))
+    hashed = RoutedExperts(torch.zeros(3, 4, 2, 2, dtype=torch.int64), SITES, 8, meta={"hash_routed": list(SITES)})
+    assert RoutedExperts.cat([a, hashed]).meta == {"hash_routed": list(SITES)}  # else `load` would refuse its rows
     with pytest.raises(RoutingError, match="T = 1, part 0 has 4"):
         RoutedExperts.cat([a, RoutedExperts(a.ids[:, :1], SITES, 8)])
     with pytest.raises(RoutingError, match="part 1 has other sites"):
@@ -129,6 +131,8 @@ def test_masks_that_do_not_fit_are_told_where():
         routes.realign(torch.ones(3, 6, dtype=torch.bool), ones)
     with pytest.raises(RoutingError, match="to_mask must be"):
         routes.realign(ones, ones[:2])
+    with pytest.raises(RoutingError, match="to_mask: expected only 0 and 1"):
+        routes.realign(ones, torch.where(ones, 5, -100))  # labels
 
 
 @pytest.mark.parametrize("mask", [[[True] * 4] * 3, np.ones((3, 4), dtype=bool)], ids=["list", "array"])
