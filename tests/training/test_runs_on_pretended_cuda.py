@@ -8,6 +8,7 @@ import pytest
 import torch
 from micro import MICRO, rows
 from pretended_cuda import CUDA, pretended_cuda
+from sweeps import mostly_swept
 
 from moe_rl.rollout.engine_config import EngineConfig
 from moe_rl.training import loop, run
@@ -50,8 +51,11 @@ def devices(state):
     }
 
 
-@pytest.mark.parametrize("config", CASES.values(), ids=CASES)
-def test_no_step_mixes_devices(config, tmp_path, state_of, monkeypatch):
+FEW = "grpo, R2, all probes", "gspo, noise, lag", "ppo, learned reward"
+
+
+@pytest.mark.parametrize("name", mostly_swept(CASES, FEW))
+def test_no_step_mixes_devices(name, tmp_path, state_of, monkeypatch):
     """An uninterrupted run, and one that a new process goes on with after its first step."""
 
     def save(state):
@@ -59,6 +63,7 @@ def test_no_step_mixes_devices(config, tmp_path, state_of, monkeypatch):
         if state.step == 1:
             shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
 
+    config = CASES[name]
     with pretended_cuda():
         whole = state_of(config, tmp_path / "whole")
         with monkeypatch.context() as patch:
