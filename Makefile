@@ -2,15 +2,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: study quick test check figures reliability bench gpu gpu-here clean
+.PHONY: study quick test test-all check figures reliability bench gpu gpu-here clean
 study: .venv/.installed   ## replay against GSPO: all runs, figures, report (22 minutes on two cores)
 	$(BIN)/moe-rl study experiments/replay_vs_gspo.yaml
 
 quick: .venv/.installed   ## the same in small: one seed, fewer steps (about three minutes)
 	$(BIN)/moe-rl study experiments/quick.yaml
 
-test: .venv/.installed    ## all tests
+test: .venv/.installed    ## the tests; of sweeps over families, figures and settings those that differ most
 	$(BIN)/python -m pytest -n auto
+
+test-all: .venv/.installed ## with all of the sweeps
+	$(BIN)/python -m pytest -n auto -m ""
 
 check: .venv/.installed   ## lint, format, types, import arrows
 	$(BIN)/ruff check .

@@ -70,7 +70,12 @@ def tensors(*of: Any) -> Iterator[Tensor]:
 
 
 def on_cuda(*of: Any) -> bool:
-    return any(isinstance(tensor, OnCuda) for tensor in tensors(*of))
+    for part in of:  # asked of every call, so without a generator
+        if type(part) is OnCuda:
+            return True
+        if isinstance(part, list | tuple | dict) and on_cuda(*(part.values() if isinstance(part, dict) else part)):
+            return True
+    return False
 
 
 def as_cpu(device: Any) -> Any:

@@ -193,6 +193,7 @@ def test_overheads_of_a_gpu_are_measured_by_the_same_code(benchmark):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_runs_on_a_gpu_are_compared_as_they_would_be_there(benchmark, tmp_path):
     runs = benchmark("gpu_runs")
     small = ["--model.cold-start.steps", "2", "--rollout.prompts", "4", "--eval.prompts", "4", "--probe.sequences", "4"]

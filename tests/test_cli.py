@@ -11,12 +11,14 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import forked
 import pytest
 import yaml
 
 from moe_rl.cli import VERBS, main
 from moe_rl.study import draw_study
 from moe_rl.study.config import ConfigError, load_study
+from moe_rl.study.figures import FIGURES
 from moe_rl.study.grid import StudyFailed
 from moe_rl.study.launchers import workers_of
 from moe_rl.study.shipped import find_study
@@ -49,6 +51,11 @@ def study(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "micro.yaml").write_text(yaml.safe_dump(MICRO))
     return tmp_path
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    monkeypatch.setattr("moe_rl.study.launchers.Worker", forked.Worker)
 
 
 def refused(capsys, *arguments, status=1):
@@ -154,7 +161,7 @@ def test_studies_are_listed_and_found_by_name(study, capsys):
     assert find_study("quick") == Path("quick"), "a file of that path wins"
 
 
-def test_a_list_of_studies_runs_each_and_says_what_reads_them(study, capsys):
+def test_a_list_of_studies_runs_each_and_says_what_reads_them(study, capsys, forks):
     """Beside the list, or shipped; options go to each, and what is done is not run again."""
     second = Path("micro.yaml").read_text().replace("name: micro", "name: other")
     assert "name: other" in second
@@ -229,7 +236,7 @@ class Mine(ModChain):
 
 
 @pytest.mark.parametrize("part", ["base", "arm"])
-def test_code_that_a_study_file_names_runs_only_if_it_is_trusted(study, capsys, part):
+def test_code_that_a_study_file_names_runs_only_if_it_is_trusted(study, capsys, part, forks):
     base, arm = MICRO["base"], {}
     if part == "base":
         base = {**base, "task": {**base["task"], "name": "mine.py:Mine"}}
@@ -304,12 +311,13 @@ def test_bad_input_is_one_message(study, capsys, arguments, message):
     assert "Traceback" not in said.err
 
 
-def test_a_path_begins_at_home_where_the_shell_leaves_that_to_us(study, monkeypatch, capsys):
+def test_a_path_begins_at_home_where_the_shell_leaves_that_to_us(study, monkeypatch, capsys, forks):
     home = Path.cwd() / "home"
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("USERPROFILE", str(home))
     main(["study", "micro.yaml", "--output=~/runs", "--arms", "grpo", "--workers", "1", "--no-figures"])
     main(["figures", "~/runs", "reward"])
+    monkeypatch.setattr("moe_rl.study.figures.FIGURES", {"reward": FIGURES["reward"]})
     draw_study("~/runs")
     for written in ("grpo/seed0/DONE", "figures/reward.csv", "report.html"):
         assert (home / "runs" / written).is_file()

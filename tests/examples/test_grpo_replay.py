@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sweeps import sweep
 
 from moe_rl.policy import ModelConfig, TinyConfig, load_policy, seeded
 from moe_rl.rollout import TaskConfig, make_task
@@ -49,9 +50,9 @@ class ByParity:
     [
         ("grpo", True, "pass", False),
         ("gspo", False, "pass", False),
-        ("grpo", True, "decoding", False),
-        ("drpo", True, "pass", False),
-        ("grpo", True, "pass", True),
+        sweep("grpo", True, "decoding", False),
+        sweep("drpo", True, "pass", False),
+        sweep("grpo", True, "pass", True),
         ("gspo", False, "decoding", True),
     ],
 )

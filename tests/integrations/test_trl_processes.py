@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from two_processes import run_two
+from forked import run_two
 
 pytest.importorskip("trl", reason="needs `pip install '.[trl]'`")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sweeps import FAMILIES, mostly_swept
 from transformers import AutoModelForCausalLM
 
 from moe_rl.measure.decompose import decompose
@@ -17,7 +18,7 @@ from tiny_families import families, supported
 LENGTHS = torch.tensor([5, 9, 12, 7])
 
 
-@pytest.mark.parametrize("family", supported())
+@pytest.mark.parametrize("family", mostly_swept(supported(), FAMILIES))
 def test_a_log_ratio_is_that_of_two_plain_forwards(family):
     old = moe(family).eval()
     new = disturbed(old, 0.02).eval()
@@ -39,7 +40,7 @@ def plain(model, ids):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", mostly_swept(families(), FAMILIES))
 def test_a_rounded_copy_has_the_dtypes_of_a_loaded_model(family, dtype, tmp_path):
     """Routers and selection biases of several families stay in fp32, and some buffers do not."""
     model = moe(family)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import run_two
 from routing_helpers import disturbed, grads, moe, routes_of, tokens
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from two_processes import run_two
 
 from moe_rl.routing import find_sites, record_routes, replay_routes
 

@@ -10,6 +10,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from sweeps import mostly_swept
 from synthetic import ARMS, FLOORS, write_study
 
 from moe_rl.study import load
@@ -26,6 +27,7 @@ LABELS = (
     "SAPO",
     "DAPO",
 )
+STUDIES = ("crowd", "wide", "doses", "pair", "brief", "single", "two", "wordy", "wordy_crowd")
 DRAWN = [name for name, figure in FIGURES.items() if not figure.special]
 
 
@@ -112,7 +114,7 @@ def small(tmp_path_factory, more, others=("grpo", "grpo_replay", "gspo")):
 
 
 @pytest.mark.parametrize("name", DRAWN)
-@pytest.mark.parametrize("study", ["crowd", "wide", "doses", "pair", "brief", "single", "two", "wordy", "wordy_crowd"])
+@pytest.mark.parametrize("study", mostly_swept(STUDIES, ("wide", "doses", "single", "wordy_crowd")))
 def test_words_lie_inside_the_figure_and_not_on_one_another(study, name, request):
     figure = FIGURES[name](request.getfixturevalue(study))
     boxes = _words(figure.figure)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from micro import rows
+from sweeps import mostly_swept, sweep
 
 from moe_rl.cli import main
 from moe_rl.training.config import DistributedConfig, RunConfig
@@ -68,26 +69,29 @@ def launch(tmp_path):
 
 
 @pytest.mark.slow
-def test_accelerate_launch_gives_the_losses_of_one_process(launch, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        sweep("ddp", ("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")),
+        ("fsdp2", ("--config_file", "two.yaml")),
+    ],
+)
+def test_accelerate_launch_gives_the_losses_of_one_process(launch, tmp_path, monkeypatch, strategy, words):
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(TWO_GPUS))
-    two = (*ACCELERATE, "--config_file", "two.yaml")
-    flags = (*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
     monkeypatch.chdir(tmp_path)
     main(["run", "study.yaml", "--output", "alone"])
-    launch("ddp", "--distributed.strategy", "ddp", launcher=flags)
-    launch("fsdp2", "--distributed.strategy", "fsdp2", "--distributed.processes", "2", launcher=two)
-    wanted = rows(tmp_path / "alone")
+    options = "--distributed.strategy", strategy, "--distributed.processes", "2"
+    launch("launched", *options, launcher=(*ACCELERATE, *words))
+    found, wanted = rows(tmp_path / "launched"), rows(tmp_path / "alone")
     assert all(r["replayed_rows"] > 0 for r in wanted if r["kind"] == "update")
-    for name in ("ddp", "fsdp2"):
-        assert json.loads((tmp_path / name / "env.json").read_text())["processes"] == 2
-        found = rows(tmp_path / name)
-        assert [r["kind"] for r in found] == [r["kind"] for r in wanted]
-        for mine, alone in zip(found, wanted, strict=True):
-            for key in ("loss", "grad_norm", "var_token_natural", "var_token_replayed", "reward", "response_length"):
-                if key in alone:
-                    assert mine[key] == pytest.approx(alone[key], rel=2e-4, abs=2e-6), (name, alone["kind"], key)
-            for key in ("slots_changed", "slots", "replayed_rows"):
-                assert mine.get(key) == alone.get(key), (name, alone["kind"], key)
+    assert json.loads((tmp_path / "launched" / "env.json").read_text())["processes"] == 2
+    assert [r["kind"] for r in found] == [r["kind"] for r in wanted]
+    for mine, alone in zip(found, wanted, strict=True):
+        for key in ("loss", "grad_norm", "var_token_natural", "var_token_replayed", "reward", "response_length"):
+            if key in alone:
+                assert mine[key] == pytest.approx(alone[key], rel=2e-4, abs=2e-6), (alone["kind"], key)
+        for key in ("slots_changed", "slots", "replayed_rows"):
+            assert mine.get(key) == alone.get(key), (alone["kind"], key)
 
 
 def test_a_study_of_runs_over_several_processes_says_how_each_is_started(launch, tmp_path, monkeypatch, capsys):
@@ -100,7 +104,7 @@ def test_a_study_of_runs_over_several_processes_says_how_each_is_started(launch,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["none", "ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", mostly_swept(["none", "ddp", "fsdp2"], ["fsdp2"]))
 def test_a_launched_process_does_not_wait_for_the_end_of_the_interpreter(strategy, launch, tmp_path):
     """A single one neither: its group, freed there, has been seen to abort a run that was written ("terminate called
     without an active exception")."""

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
+from forked import run_two
 from micro import MICRO, judged, rows
 from safetensors.torch import load_file
-from two_processes import run_two
 
 from moe_rl.policy.lora import LoraConfig
 from moe_rl.policy.models import ModelConfig

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from micro import MICRO, rows
+from sweeps import sweep
 
 from moe_rl.measure import shared_prompts
 from moe_rl.policy import LoraConfig
@@ -27,18 +28,18 @@ def sharing(config=QUIET, **optim):
 @pytest.mark.parametrize(
     ("arm", "changes"),
     [
-        ({}, {}),
+        sweep({}, {}),
         ({"replay": "R2"}, {}),
-        ({"objective": "gspo", "replay": "R2"}, {"optim": replace(MICRO.optim, micro_batch=3)}),
-        ({"replay": "R2", "keep_sites": (1,), "kl_coef": 0.1}, {}),
+        sweep({"objective": "gspo", "replay": "R2"}, {"optim": replace(MICRO.optim, micro_batch=3)}),
+        sweep({"replay": "R2", "keep_sites": (1,), "kl_coef": 0.1}, {}),
         ({"replay": "R3"}, {"rollout": ENGINE}),
-        ({"objective": "dpo"}, {"optim": replace(MICRO.optim, micro_batch=2)}),
+        sweep({"objective": "dpo"}, {"optim": replace(MICRO.optim, micro_batch=2)}),
         ({"replay": "R2"}, {"rollout": replace(LONG, scoring="decoding")}),
-        ({"replay": "R2"}, {"model": replace(MICRO.model, lora=LoraConfig(2, target_modules=("q_proj",)))}),
+        sweep({"replay": "R2"}, {"model": replace(MICRO.model, lora=LoraConfig(2, target_modules=("q_proj",)))}),
         ({"replay": "R2"}, {"rollout": replace(LONG, segment=3)}),
-        ({"replay": "R2"}, {"rollout": replace(LONG, lag=1)}),
+        sweep({"replay": "R2"}, {"rollout": replace(LONG, lag=1)}),
         ({"objective": "grpo_decoupled", "replay": "R2"}, {"rollout": replace(LONG, lag=1, rescore=True)}),
-        ({}, {"task": TaskConfig(name="calculator")}),
+        sweep({}, {"task": TaskConfig(name="calculator")}),
     ],
 )
 def test_a_run_is_the_same_but_for_rounding(state_of, tmp_path, arm, changes):

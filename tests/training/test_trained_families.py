@@ -2,12 +2,13 @@
 
 import pytest
 from sweep import rows_of
+from sweeps import FAMILIES, mostly_swept, sweep
 from tiny_families import supported
 
 from moe_rl.policy.tiny import ModelError
 
 
-@pytest.mark.parametrize("family", supported())
+@pytest.mark.parametrize("family", mostly_swept(supported(), FAMILIES))
 def test_a_family_trains_under_replay(family, tmp_path):
     rows = rows_of(family, tmp_path)
     first, second = rows["update"]
@@ -24,7 +25,7 @@ def test_a_family_trains_under_replay(family, tmp_path):
     assert change["token_variance"] == pytest.approx(after["var_token_natural"], rel=1e-3)
 
 
-@pytest.mark.parametrize("family", ["GraniteMoeHybridForCausalLM", "NemotronHForCausalLM", "PhimoeForCausalLM"])
+@pytest.mark.parametrize("family", [sweep("GraniteMoeHybridForCausalLM"), "NemotronHForCausalLM", "PhimoeForCausalLM"])
 def test_tensors_of_little_effect_reach_an_engine_of_lower_precision(family, tmp_path):
     """A bf16 engine does not hear what an fp32 model does when such a tensor moves by its own size."""
     rows = rows_of(family, tmp_path, rollout__engine__kind="hf", method__replay="R3")
