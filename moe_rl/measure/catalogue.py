@@ -182,7 +182,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("site_router_js", "nats", "router_js by site", when="router logits"),
         M("margin_p10", "logits", "10th percentile of s_(k) - s_(k+1) over (token, site), new weights; no selection bias", when="router logits"),
         M("margin_median", "logits", "median of s_(k) - s_(k+1) over (token, site), new weights; no selection bias", when="router logits"),
-        M("shift_over_margin", "1", "median over (token, site) of (largest change of a logit, mean removed) / (half the old margin), old as for router_kl; a pair below 1 could not flip", when="router logits"),
+        M("shift_over_margin", "1", "median over (token, site) of (largest change of a logit, mean removed) / (half the old margin), old as for router_kl; a pair below 1 could not flip, unless groups of experts are chosen first (DeepSeek-V3)", when="router logits"),
         M("site_routing_confidence", "fraction", "mass of the softmax over all experts that the chosen ones have, new weights, mean over tokens, by site", source="prime-rl routing_confidence", when="router logits"),
         M("gradient_cosine", "1", "cosine of the loss's gradients on the probed responses, live and under the old routes", "g·g' / (|g| |g'|)", when="probe.gradients"),
         M("gradient_norm_ratio", "1", "norm of the gradient under the old routes over that of the live one", "|g'| / |g|", when="probe.gradients"),

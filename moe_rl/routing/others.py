@@ -150,7 +150,7 @@ class FromOthers:
         recomputed, are not read: a layer comes again in both.
 
         Raises RoutingError naming file and line; where a layer comes more or less often than `micro_batches` says, or
-        two micro-batches are equal.
+        every micro-batch has an equal one.
         """
         if sequences < 1 or step < 0:
             raise RoutingError(f"sequences {sequences}, step {step}: expected at least 1 and 0")

@@ -14,6 +14,7 @@ from moe_rl.routing.traced import no_type_check
 LIVE = -1  # "no route: the router decides for itself"; in packed form the largest value of the dtype
 _CPU_ROWS = 1 << 18  # rows that are compared at a time: what is made of them stays in the cache
 _DEVICE_ROWS = 1 << 24
+_IDS = 1 << 20  # that are unpacked at a time, so that the int64 temporaries stay small
 
 
 def packed_dtype(num_experts: int) -> torch.dtype:
@@ -29,6 +30,12 @@ def pack_ids(ids: Int[Tensor, "*rows"], num_experts: int) -> UInt[Tensor, "*rows
     """Valid ids (-1 = live) in their compact dtype: a cast, in which -1 wraps to the largest value."""
     dtype = packed_dtype(num_experts)
     return ids.to(torch.int16).view(dtype) if dtype == torch.uint16 else ids.to(dtype)
+
+
+def chunks(ids: Shaped[Tensor, "*rows"]) -> list[slice]:
+    """Parts of the first axis, of some million ids each."""
+    step = max(1, _IDS // max(1, ids.shape[1:].numel()))
+    return [slice(start, start + step) for start in range(0, len(ids), step)]
 
 
 def unpack_ids(packed: UInt[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:

@@ -3,6 +3,7 @@ files are larger than memory."""
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ def read_megatron(
     row t * sequences + b is token t of sequence b. A layer that comes again in a step is the next micro-batch, whose
     sequences follow; shorter ones are padded with -1 on the right.
 
-    Raises RoutingError naming file and line; where a layer does not come `micro_batches` times, or two micro-batches
-    are equal.
+    Raises RoutingError naming file and line; where a layer does not come `micro_batches` times, or every micro-batch
+    has an equal one.
     """
     file = _rank_file(Path(path))
     found: dict[int, list[Tensor]] = {}
@@ -78,13 +79,11 @@ def read_megatron(
             "pipeline, whose layers are counted from 0 again: neither can be read"
         )
     parts = [torch.stack([found[layer][i] for layer in layers], 2) for i in range(times)]
-    first: dict[Any, int] = {}
-    for i, part in enumerate(parts):
-        if (same := first.setdefault((part.shape, part.numpy().tobytes()), i)) != i:
-            raise RoutingError(
-                f"{file} step {step}: micro-batches {same} and {i} are equal at all layers: activations were "
-                "recomputed (trace without recomputation), or both are of the same tokens"
-            )
+    if min(Counter((part.shape, part.numpy().tobytes()) for part in parts).values()) > 1:
+        raise RoutingError(
+            f"{file} step {step}: each micro-batch has another that is equal at all layers: activations were "
+            "recomputed (trace without recomputation), or all are of the same tokens"
+        )
     return pad_left_aligned([row for part in parts for row in part], LIVE), layers
 
 

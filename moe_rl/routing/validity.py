@@ -9,9 +9,7 @@ from jaxtyping import Int, UInt
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import LIVE, check_integers, pack_ids, packed_dtype, unpack_ids, words
-
-_CHUNK = 1 << 20  # ids validated at a time, so that the int64 temporaries stay small
+from moe_rl.routing.packing import LIVE, check_integers, chunks, pack_ids, packed_dtype, unpack_ids, words
 
 
 def pack_checked(
@@ -51,12 +49,6 @@ def check_packed(packed: Tensor, sites: Sequence[str], experts: Sequence[int], r
         again = _checked(unpack_ids(packed[chunk]), chunk.start, torch.int64, sites, experts, repeats)
         if not torch.equal(words(again), words(packed[chunk])):
             raise RoutingError("a row of packed ids is live in some slots only")
-
-
-def chunks(ids: Tensor) -> list[slice]:
-    """Parts of the first axis, of some million ids each."""
-    step = max(1, _CHUNK // max(1, ids.shape[1:].numel()))
-    return [slice(start, start + step) for start in range(0, len(ids), step)]
 
 
 def _checked(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_helpers import random_ids
 
-from moe_rl.routing import active_set_churn, effective_sets, expert_load, load_cv, load_entropy, router_stats, validity
+from moe_rl.routing import active_set_churn, effective_sets, expert_load, load_cv, load_entropy, packing, router_stats
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.router_stats import active_experts
 from moe_rl.routing.routes import RoutedExperts
@@ -79,7 +79,7 @@ def test_counts_do_not_depend_on_how_many_tokens_are_taken_at_a_time(monkeypatch
         return [*one, active_set_churn(old, new, mask, num_experts=8)]
 
     whole = counts()
-    monkeypatch.setattr(validity, "_CHUNK", 2 * 2 * 2)  # two tokens
+    monkeypatch.setattr(packing, "_IDS", 2 * 2 * 2)  # two tokens
     assert [len(ids) for _, ids in router_stats._parts(old, 8, None)] == [2] * 7 + [1]
     assert all(torch.equal(a, b) for a, b in zip(whole, counts(), strict=True))
 
