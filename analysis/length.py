@@ -76,7 +76,7 @@ def drawn() -> pd.DataFrame:
         if cause.startswith("GSPO")
     }
     rows = published_differences(RESULTS, gains).to_dict("records")
-    for cause in DIFFERENCES.keys() - gains.keys():
+    for cause in [cause for cause in DIFFERENCES if cause not in gains]:
         values = differences(*DIFFERENCES[cause])
         for n, name in names.items():
             for rounding in values.index.unique(0):

@@ -6,8 +6,8 @@
 
 prints the mean with Student's 95 % interval over seeds; of two arms the differences are paired. It is no test, whether
 a study declared that comparison or not. A seed counts once: its values in a study and in its repetitions (--roundings,
-STUDY_intel) are averaged first, as in the tables `roundings`. Several studies count as independent: name studies of
-different seeds only.
+STUDY_intel) are averaged first, as in the tables `roundings`. Several studies count as independent: those that share
+seeds are refused.
 """
 
 import argparse
@@ -33,9 +33,9 @@ def main() -> None:
     how = options.of, options.roundings, options.without_failed
     try:
         found = pd.concat([published_values(RESULTS, name, *how) for name in options.names])
+        interval = over_seeds(found)
     except ValueError as error:
         parser.error(str(error))
-    interval = over_seeds(found)
     print(f"{len(found)} values, {(found > 0).sum()} above 0, of {interval.n} seeds: {interval}")
 
 

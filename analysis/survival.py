@@ -1,16 +1,16 @@
 """What became of the published conclusions where a study was run again:  python analysis/survival.py
 
 From the committed tables `roundings`: other CPU kernels, another processor, cold starts made anew each time. Prints one
-row per study and repetition; --csv writes it.
+row per study and repetition; --csv writes it. Repetitions in which no difference could be resolved are not counted.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import pandas as pd
 
 from moe_rl.processes import ends_with_its_reader
+from moe_rl.study.published import repetitions
 from moe_rl.study.roundings import on_its_side
 from moe_rl.study.statistics import Verdict
 
@@ -23,18 +23,11 @@ def repeated_verdicts(results: Path = RESULTS) -> pd.DataFrame:
     `fate`: "same", told again; "direction", not told again, the mean on its side of the difference of interest; "gone",
     neither; of those without one of `CLAIMS`, "new", told there, and "none"."""
     rows = []
-    for file in sorted(results.glob("*/roundings.csv")):
-        study = json.loads((file.parent / "env.json").read_text())["study"]
-        interest = pd.read_csv(results / study / "comparisons.csv")["interest"].iloc[0]
-        table = pd.read_csv(file).set_index(["arm", "other"])
-        first = table[table["rounding"] == "native"]
-        for rounding in table["rounding"].unique():
-            again = table[table["rounding"] == rounding]
-            if rounding in ("native", "pooled"):
-                continue
-            for pair in again.index:
-                of = {"study": file.parent.name, "again": rounding, "claim": first.loc[pair, "verdict"]}
-                rows.append({**of, "fate": fate(first.loc[pair], again.loc[pair], interest)})
+    for table in repetitions(results):
+        first = pd.read_csv(results / table["study"].iloc[0] / "comparisons.csv").set_index(["arm", "other"])
+        for pair, again in table.set_index(["arm", "other"]).iterrows():
+            of = {"study": again["folder"], "again": again["rounding"], "claim": first.loc[pair, "verdict"]}
+            rows.append({**of, "fate": fate(first.loc[pair], again, first.loc[pair, "interest"])})
     return pd.DataFrame(rows)
 
 

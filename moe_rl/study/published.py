@@ -1,8 +1,9 @@
 """The committed tables of a study, and the same study run again elsewhere: another processor is another rounding."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import combinations
 from operator import itemgetter
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from moe_rl.study.comparing import compare_runs, comparisons
 from moe_rl.study.config import changed_settings, load_study
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import run_outcomes
+from moe_rl.study.power import fewest_pairs
 from moe_rl.study.roundings import NATIVE, Rounding, components_of, conclusions_of
 from moe_rl.study.shipped import shipped_studies
 from moe_rl.study.statistics import Interval, student_interval
@@ -72,32 +74,81 @@ def against_published(data: StudyData, folder: Path, name: str) -> dict[str, pd.
     both = published_roundings(folder)
     known = [f"{pair.arm} - {pair.other}" for pair in both[NATIVE].pairs]
     for rounding, study in {NATIVE: data, **data.roundings}.items():
-        called = name if rounding == NATIVE else f"{name}_{rounding}"
-        both[called] = Rounding(run_outcomes(study), comparisons(study))
+        both[_called(name, rounding)] = Rounding(run_outcomes(study), comparisons(study))
     if not {f"{pair.arm} - {pair.other}" for pair in both[name].pairs} & set(known):
         raise ResultsError(f"{folder}: none of its comparisons ({', '.join(known)}) has runs in {data.name}")
     return {"roundings": conclusions_of(both), "variance_components": components_of(both)}
 
 
+def tables_of_repetition(data: StudyData, folder: Path, name: str) -> dict[str, pd.DataFrame]:
+    """`against_published`; no tables where the published study compares no arms, so that no conclusions could survive.
+    Raises ResultsError where nothing of it is published, too."""
+    if not folder.is_dir():
+        raise ResultsError(
+            f"{folder}: no such folder, and runs called {data.name}_{name} are set beside the committed results of "
+            f"{data.name}. Do this from the root of the repository, write {data.name} first, or rename the runs' folder"
+        )
+    if (folder / "comparisons.csv").is_file():
+        return against_published(data, folder, name)
+    check_settings(data)
+    return {}
+
+
+def _study_of(folder: Path) -> tuple[str, str]:
+    """The study that committed tables are of, and what it is called where it was run again: NAME of the folder
+    STUDY_NAME, empty for the study's own folder."""
+    study = json.loads((folder / "env.json").read_text())["study"]
+    return study, "" if folder.name == study else folder.name.removeprefix(f"{study}_")
+
+
+def _called(name: str, rounding: str) -> str:
+    """What a rounding of the runs in the folder STUDY_NAME is called beside those of the study itself."""
+    return f"{name}_{rounding}" if name and rounding != NATIVE else name or rounding
+
+
+def _roundings_of(folder: Path) -> pd.DataFrame:
+    """The table `roundings` of a folder without its pooled rows. A folder STUDY_NAME whose table has no rounding NAME
+    was not set beside the study: its roundings, `native` too, are its own, and called as `_called` says."""
+    _, name = _study_of(folder)
+    table = pd.read_csv(folder / "roundings.csv")
+    table = table[table["rounding"] != "pooled"]
+    if name and name not in set(table["rounding"]):
+        table = table.assign(rounding=[_called(name, one) for one in table["rounding"]])
+    return table
+
+
+def repetitions(results: Path, study: str | None = None) -> Iterator[pd.DataFrame]:
+    """The committed comparisons of every repetition of every study, or of one: rows of a table `roundings` with `study`
+    and `folder`. Each rounding of a study once; left out are those with so few pairs that no difference could be
+    resolved (`fewest_pairs`)."""
+    seen = set()
+    for file in sorted(results.glob("*/roundings.csv")):
+        of, _ = _study_of(file.parent)
+        if study not in (None, of):
+            continue
+        for rounding, table in _roundings_of(file.parent).groupby("rounding", sort=False):
+            resolvable = table["n"].max() >= fewest_pairs(len(table))
+            if rounding != NATIVE and resolvable and (of, rounding) not in seen:
+                seen.add((of, rounding))
+                yield table.assign(study=of, folder=file.parent.name)
+
+
 def published_repetitions(results: Path, study: str, arm: str, other: str) -> list[dict[str, object]]:
     """rounding, n, difference, low, high and verdict of arm - other in the committed tables of `results`: as the
-    study was run first (`native`), then under other roundings and on other machines; empty where it was never compared.
-    A study may have declared the comparison the other way round."""
-    tables = [pd.read_csv(results / study / "comparisons.csv").assign(rounding=NATIVE)]
-    for file in sorted(results.glob("*/roundings.csv")):
-        if json.loads((file.parent / "env.json").read_text())["study"] == study:
-            tables.append(pd.read_csv(file))
-    found: dict[str, dict[str, object]] = {}
-    for row in pd.concat(tables).to_dict("records"):
-        if row["rounding"] == "pooled" or {row["arm"], row["other"]} != {arm, other}:
+    study was run first (`native`), then its `repetitions`; empty where it was never compared. A study may have declared
+    the comparison the other way round."""
+    first = pd.read_csv(results / study / "comparisons.csv").assign(rounding=NATIVE)
+    found: list[dict[str, object]] = []
+    for row in pd.concat([first, *repetitions(results, study)]).to_dict("records"):
+        if {row["arm"], row["other"]} != {arm, other}:
             continue
         ends, verdict = (row["difference"], row["low"], row["high"]), row["verdict"]
         if row["arm"] == other:
             ends = (-ends[0], -ends[2], -ends[1])
             verdict = {"higher": "lower", "lower": "higher"}.get(verdict, verdict)
         one = dict(zip(("difference", "low", "high"), ends, strict=True))
-        found.setdefault(row["rounding"], {"rounding": row["rounding"], "n": row["n"], **one, "verdict": verdict})
-    return list(found.values())
+        found.append({"rounding": row["rounding"], "n": row["n"], **one, "verdict": verdict})
+    return found
 
 
 Declared = tuple[str, str, str]
@@ -141,7 +192,7 @@ def published_values(
     failed, and of two arms the pairs in which one did.
 
     Raises:
-        ResultsError: what no table holds.
+        ResultsError: what no table holds, among it the runs of a rounding of which the comparisons alone are committed.
     """
     study, *arms = name.split(":")
     if len(arms) not in (1, 2) or not (results / study / "runs.csv").is_file():
@@ -156,7 +207,12 @@ def published_values(
         raise ResultsError(f"{name}: {study} has no arm {' or '.join(sorted(unknown))}; it has {known}")
     if not roundings:
         table = table[table["rounding"] == NATIVE]
-    repeated = json.loads((results / study / "env.json").read_text())["study"]
+    elif lacking := _without_runs(results / study, table):
+        raise ResultsError(
+            f"{name}: of the runs of {study} under {', '.join(lacking)} only its comparisons are kept "
+            f"({results / study / 'roundings.csv'}), so that there is nothing to average; leave out --roundings"
+        )
+    repeated, _ = _study_of(results / study)
     rows = table.set_index([table["rounding"].rename(None), table["seed"].rename(None)])
     try:
         found = KINDS[of](rows)
@@ -170,6 +226,23 @@ def published_values(
     return pd.concat({repeated: (arm - other[0] if other else arm).dropna()})
 
 
+def _without_runs(folder: Path, runs: pd.DataFrame) -> list[str]:
+    """The roundings of a folder's own runs that its table `roundings` has, and `runs` has not."""
+    if not (folder / "roundings.csv").is_file():
+        return []
+    _, name = _study_of(folder)
+    own = [one for one in _roundings_of(folder)["rounding"].unique() if not name or f"{one}_".startswith(f"{name}_")]
+    return [one for one in own if one not in {_called(name, rounding) for rounding in runs["rounding"]}]
+
+
 def over_seeds(found: pd.Series) -> Interval:
-    """Student's interval of `published_values`, of which a seed counts once: the mean of its repetitions."""
+    """Student's interval of `published_values`, of which a seed counts once: the mean of its repetitions. Raises
+    ResultsError where different studies share seeds: what they share is not independent."""
+    seeds = {str(study): set(part.index.get_level_values(2)) for study, part in found.groupby(level=0, sort=False)}
+    for one, other in combinations(seeds, 2):
+        if shared := sorted(seeds[one] & seeds[other]):
+            raise ResultsError(
+                f"{one} and {other} share the seeds {', '.join(map(str, shared))}, which would count as independent; "
+                "name studies of different seeds"
+            )
     return student_interval(found.groupby(level=[0, 2]).mean().to_numpy())

@@ -36,6 +36,8 @@ from moe_rl.study.token_view import TokenStep, slots_left, stored_steps
 
 DECOMPOSED = ["token_var_weight", "token_var_routing", "token_share_routing", "averaging_routing"]
 """Of the log-ratio of a probe, after each update: what `decomposed_probes` holds."""
+PLACES = ("--output", "--cold-starts", "--cold_starts")
+"""Options of a command that say where something lies, and change no number."""
 LOADS = {"below 0.5": 0.0, "0.5 to 1": 0.5, "1 to 2": 1.0, "2 and more": 2.0}
 """An expert's tokens over the even load of its routing site -> where the class begins."""
 
@@ -147,16 +149,17 @@ def effective_routes(data: StudyData) -> pd.DataFrame:
     from moe_rl.routing import effective_sets, expert_load, load_entropy  # torch, which most of a study does without
     from moe_rl.training.route_tables import read_route_table
 
-    found = []
-    last = data.route_files.groupby(["arm", "seed"], sort=False).last().reset_index()
-    for row in last.itertuples():
-        routes = read_route_table(str(row.path))
-        ids = routes.ids.flatten(0, 1)
-        found.append((row, ids[(ids >= 0).all(-1).all(-1)], routes.num_experts))
-    most = min((len(ids) for _, ids, _ in found), default=0)
+    last = list(data.route_files.groupby(["arm", "seed"], sort=False).last().reset_index().itertuples())
+
+    def routed(path: object) -> tuple[Any, int]:
+        routes = read_route_table(str(path))
+        ids, experts = routes.ids.flatten(0, 1), routes.num_experts
+        return ids[(ids >= 0).all(-1).all(-1)], experts if isinstance(experts, int) else max(experts)
+
+    most = min((len(routed(row.path)[0]) for row in last), default=0)  # read twice: never two runs' routes in memory
     rows = []
-    for row, ids, experts in found:
-        number = experts if isinstance(experts, int) else max(experts)
+    for row in last:
+        ids, number = routed(row.path)
         load = expert_load(ids[:most], num_experts=number)
         rows.append(
             {
@@ -312,16 +315,21 @@ def environment_of(data: StudyData) -> dict[str, Any]:
 
 
 def _published(command: str) -> str:
-    """A command without the places of one machine: options with an absolute path, which change no number, are left out.
+    """A command without the places of one machine: of absolute paths the name of the file is left; where results and
+    cold starts lie (`PLACES`), which changes no number, is left out with its option.
 
-    >>> _published("/opt/bin/moe-rl study quick --output /data/runs --seeds 0 1")
-    'moe-rl study quick --seeds 0 1'
+    >>> _published("/opt/bin/moe-rl study /home/me/own.yaml --output /data/runs --seeds 0 1")
+    'moe-rl study own.yaml --seeds 0 1'
+    >>> _published("moe-rl run --trust /home/me/own.yaml --output=/data/runs --model.path=/data/qwen")
+    'moe-rl run --trust own.yaml --model.path=qwen'
     """
     words: list[str] = []
-    for number, word in enumerate(shlex.split(command)):
-        if number and Path(word).is_absolute():
-            if words[-1].startswith("--"):
-                words.pop()
-            continue
-        words.append(word if number else Path(word).name)
+    for word in shlex.split(command):
+        option, equals, value = ("", "", word) if Path(word).is_absolute() else word.partition("=")
+        if not Path(value).is_absolute():
+            words.append(word)
+        elif not equals and words and words[-1] in PLACES:
+            words.pop()
+        elif option not in PLACES:
+            words.append(f"{option}{equals}{Path(value).name}")
     return shlex.join(words)

@@ -30,7 +30,7 @@ from moe_rl.files import write_atomic
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.study.data import StudyData, load
 from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES
-from moe_rl.study.published import RESULTS, ResultsError, against_published, check_settings
+from moe_rl.study.published import RESULTS, ResultsError, against_published, tables_of_repetition
 from moe_rl.study.result_tables import environment_of, result_tables
 from moe_rl.study.statistics import Verdict
 from moe_rl.study.words import markdown_table, minus, probability
@@ -40,7 +40,8 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
     """Write the tables of the study folder `path` and its `env.json` into `to`/STUDY; returns the files written.
 
     Tables of an earlier version that the runs have no data for any more are removed. Raises ResultsError for a study
-    with unfinished runs, its repetitions included: published numbers are of whole studies.
+    with unfinished runs, its repetitions included: published numbers are of whole studies; and for a study run again,
+    STUDY_NAME, of which `to`/STUDY is not there.
     """
     data = load(path)
     left = _left_to_run(data) + [
@@ -51,14 +52,10 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
             f"{path}: {len(left)} runs are not finished ({', '.join(left[:5])}). Finish the study first."
         )
     folder = Path(to) / Path(os.path.abspath(path)).name  # by its own name, be it a link
-    of = Path(to) / data.name
+    name = folder.name.removeprefix(f"{data.name}_")
+    beside = {} if name == folder.name else tables_of_repetition(data, Path(to) / data.name, name)
+    tables = result_tables(data) | beside
     folder.mkdir(parents=True, exist_ok=True)
-    tables = result_tables(data)
-    if folder.name.startswith(f"{data.name}_") and of.is_dir():
-        if (of / "comparisons.csv").is_file():
-            tables |= against_published(data, of, folder.name.removeprefix(f"{data.name}_"))
-        else:  # a study that compares no arms has no conclusions that could survive
-            check_settings(data)
     for old in folder.glob("*.csv"):
         if old.stem not in tables and old.stem not in OF_POLICIES:
             old.unlink()

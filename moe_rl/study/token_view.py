@@ -208,8 +208,9 @@ class TokenStep:
 
 def slots_left(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Which slots of `old` [..., L, K] hold an expert that `new` lacks at that site; none where a route is unknown."""
-    known = ((old >= 0) & (new >= 0)).all(-1, keepdims=True)
-    left: np.ndarray = known & (old[..., :, None] != new[..., None, :]).all(-1)
+    left = np.repeat(((old >= 0) & (new >= 0)).all(-1, keepdims=True), old.shape[-1], -1)
+    for k in range(new.shape[-1]):  # never [..., L, K, K] in memory
+        left &= old != new[..., k : k + 1]
     return left
 
 

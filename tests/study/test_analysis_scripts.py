@@ -40,6 +40,14 @@ def test_pairs_of_studies_are_joined_by_seed_and_arms_that_are_none_are_refused(
     assert capsys.readouterr().out == f"18 values, {sum(stale > 0) + sum(again > 0)} above 0, of 9 seeds: {both}\n"
     with pytest.raises(ValueError, match="methods_stale has no arm gspo; it has cispo_partial, dppo_partial"):
         published_values(RESULTS, "methods_stale:grpo:gspo")
+    with pytest.raises(ValueError, match=r"of the runs of replay_vs_gspo under avx2 only its comparisons are kept"):
+        published_values(RESULTS, "replay_vs_gspo:gspo:grpo", roundings=True)
+    assert len(published_values(RESULTS, name.format("_intel"), roundings=True)) == 9, "its native runs are the study's"
+    monkeypatch.setattr("sys.argv", ["pooled.py", "replay_vs_gspo:grpo", "decomposition:grpo"])
+    with pytest.raises(SystemExit, match="2"):
+        pooled["main"]()
+    said = capsys.readouterr()
+    assert not said.out and "replay_vs_gspo and decomposition share the seeds 0, 1, 2, 3, 4, 5" in said.err
     with pytest.raises(ValueError, match="expected STUDY:ARM or STUDY:ARM:OTHER"):
         published_values(RESULTS, "no_such_study:a:b")
 

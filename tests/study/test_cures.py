@@ -1,6 +1,7 @@
 """What methods give back, by cause: the committed comparisons, each with the sign of method less GRPO."""
 
 import runpy
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from moe_rl.study.figures.over_studies import claims_figure, cures_figure
-from moe_rl.study.published import published_differences, published_repetitions
+from moe_rl.study.published import published_differences, published_repetitions, repetitions
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -40,10 +41,22 @@ def test_comparisons_have_the_sign_of_method_less_grpo():
 
 def test_a_study_that_was_run_again_has_its_repetitions_once_each():
     found = published_repetitions(RESULTS, "replay_vs_gspo", "grpo", "grpo_replay")
-    assert [one["rounding"] for one in found] == ["native", "avx2", "intel"] and found[0]["n"] == 9
+    assert [one["rounding"] for one in found] == ["native", "avx2", "grouped_mm", "intel"]
+    assert [one["n"] for one in found] == [9, 9, 9, 9], "with seven pairs no difference could be resolved"
     rows = pd.read_csv(ROOT / "docs/results/replay_vs_gspo_intel/roundings.csv")
     declared = rows.set_index(["arm", "other", "rounding"]).loc[("grpo_replay", "grpo", "intel")]
-    assert (found[2]["low"], found[2]["high"]) == (-declared["high"], -declared["low"])
+    assert (found[3]["low"], found[3]["high"]) == (-declared["high"], -declared["low"])
+
+
+def test_a_rounding_of_a_study_counts_once_whichever_folders_name_it(tmp_path):
+    name, again = "methods_noise", tmp_path / "methods_noise_mine"
+    for folder in (tmp_path / name, again):
+        shutil.copytree(RESULTS / name, folder)
+    table = pd.read_csv(again / "roundings.csv")
+    mine = table[table["rounding"] == "native"].assign(rounding="mine")
+    pd.concat([table, mine]).to_csv(again / "roundings.csv", index=False)
+    names = [(part["folder"].iloc[0], part["rounding"].iloc[0]) for part in repetitions(tmp_path)]
+    assert names == [(name, "avx2"), (again.name, "mine")]
 
 
 def test_each_cause_is_a_panel_and_marks_are_filled_where_the_verdict_tells(script):

@@ -59,6 +59,13 @@ def test_a_study_that_compares_nothing_is_written_again_without_conclusions(stud
     assert "runs" in names and not {"roundings", "variance_components"} & names
 
 
+def test_a_study_run_again_is_not_written_where_the_study_is_missing(elsewhere, tmp_path):
+    """From another folder than the root of the repository it would be written without what became of the study."""
+    with pytest.raises(ResultsError, match="small_elsewhere are set beside the committed results of small"):
+        write_results(elsewhere, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_against_prints_what_becomes_of_each_conclusion(study, elsewhere, tmp_path, monkeypatch, capsys):
     write_results(study, tmp_path)
     monkeypatch.setattr(results, "RESULTS", tmp_path)

@@ -15,7 +15,7 @@ from moe_rl.study.figures.style import GREY, INK, PAGE, WIDTH, legend_above, loo
 from moe_rl.study.statistics import INTEREST, Verdict
 
 ROW = 0.24  # inches, of a method
-REPEATED = 0.27  # of a row: between the repetitions of a cell
+REPEATED = 0.27  # of a row: between the repetitions of a cell, less where there are more than three
 REPETITIONS = (
     "Mean over seeds of the paired differences and its 95 % interval; below each other: the study as it was run first, "
     "and again under other roundings or on another processor, cold starts made anew."
@@ -94,7 +94,8 @@ def claims_figure(
 def _differences(ax: Axes, rows: pd.DataFrame, places: pd.Series, cell: str) -> None:
     """Means and intervals at the height `places` of their `cell`; rows of one cell, repetitions, below each other."""
     repetition = rows.groupby(cell, observed=True, sort=False)
-    places = places + REPEATED * (repetition.cumcount() - (repetition["difference"].transform("size") - 1) / 2)
+    size = repetition["difference"].transform("size")
+    places = places + REPEATED * (3 / size).clip(upper=1) * (repetition.cumcount() - (size - 1) / 2)
     ax.axvline(0, color=INK, lw=0.8, zorder=1)
     ax.hlines(places, rows["low"], rows["high"], color=GREY, lw=1.6, alpha=0.5, zorder=2)
     fill = [INK if one else "white" for one in rows["verdict"].isin([Verdict.HIGHER, Verdict.LOWER])]
