@@ -204,6 +204,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("reward_model_loss", "nats", "mean loss over the pairs of the retraining's last epoch", when="reward.model learned"),
         M("reward_model_new", "count", "new comparisons in it", when="reward.model learned"),
         M("reward_model_old", "count", "older ones", when="reward.model learned"),
+        M("reward_model_skipped", "count", "minibatches whose gradient was not finite, left out", when="reward.model learned"),
     ),
     "floor": (
         M("variant", "name", "repeat, batch, experts or bf16: in what the second forward differs, with equal weights"),

@@ -13,7 +13,7 @@ from moe_rl.measure.logprobs import hf_model
 from moe_rl.routing import canonical_site
 
 KEPT_FP32 = "moe_rl_kept_fp32"
-"""Attribute of modules that compute in fp32 in a model of lower precision (`distributed.router_fp32`)."""
+"""Attribute of modules that compute in fp32 in a model of lower precision (`distributed.router_fp32`, scalar heads)."""
 
 
 def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Tensor, torch.dtype]]:

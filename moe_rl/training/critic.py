@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from moe_rl.measure.logprobs import causal_lm
 from moe_rl.measure.metrics import variance
 from moe_rl.measure.other_heads import backbone_of
+from moe_rl.measure.weights import KEPT_FP32
 from moe_rl.objectives import generalized_advantages, token_rewards, value_loss, whiten
 from moe_rl.training.batch import Batch, Totals
 from moe_rl.training.config import OptimConfig, ValueConfig
@@ -48,7 +49,7 @@ class ScalarModel(nn.Module):
         if self._positions:
             inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
         hidden = self.trunk(**inputs, use_cache=False).last_hidden_state
-        return apply_head(self.head, hidden).clone()  # FSDP2 warns of outputs that are views
+        return apply_head(self.head, hidden).clone()  # no view, of which FSDP2 warns
 
 
 def scalar_head(lm: Any) -> nn.Linear:
@@ -57,11 +58,13 @@ def scalar_head(lm: Any) -> nn.Linear:
     head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
+    setattr(head, KEPT_FP32, True)  # also where the backbone is gathered in 16 bits
     return head
 
 
 def apply_head(head: nn.Module, hidden: Float[Tensor, "B T H"]) -> Float[Tensor, "B T"]:
-    return head(hidden.to(next(head.parameters()).dtype)).squeeze(-1)
+    rows = hidden.to(next(head.parameters()).dtype).flatten(0, 1)  # FSDP2 warns of outputs that are views
+    return head(rows).view(hidden.shape[:2])
 
 
 def optimizer_of(module: nn.Module, learning_rate: float, optim: OptimConfig) -> torch.optim.Optimizer:

@@ -113,8 +113,7 @@ class Group(Ranks):
     def shard(self, module: nn.Module) -> nn.Module:
         if self.mesh is not None and not isinstance(module, AdaptersOff):  # whose modules are the policy's
             name = self.distributed.compute_dtype
-            compute = DTYPES[name] if name else None
-            shard_from_rank_0(module, self.mesh, compute, self.distributed.router_fp32)
+            shard_from_rank_0(module, self.mesh, DTYPES[name] if name else None)
         return module.to(self.device)
 
     def whole(self, module: nn.Module) -> nn.Module:
@@ -187,16 +186,16 @@ class Group(Ranks):
         return batch.rows(torch.tensor(self.share(len(batch))))
 
     def gather(self, own: Shaped[Tensor, "n ..."], count: int) -> Shaped[Tensor, "N ..."]:
-        """All `count` rows, on every rank, of which each computed its `share`. Detached."""
+        """All `count` rows, on every rank, of which each computed its `share`; on the device of `own`. Detached."""
         sizes = [len(self.share(count, rank)) for rank in range(self.size)]
         if len(own) != sizes[self.rank]:
             raise DistributedError(f"rank {self.rank} has {len(own)} rows to gather; its share is {sizes[self.rank]}")
         rows = own.detach().reshape(len(own), -1).contiguous().view(torch.uint8)  # bytes: any dtype, on any backend
-        padded = nn.functional.pad(rows, (0, 0, 0, max(sizes) - len(rows)))
+        padded = nn.functional.pad(rows, (0, 0, 0, max(sizes) - len(rows))).to(self.device)  # NCCL sends from there
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded)
         joined = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-        return joined.view(own.dtype).reshape(count, *own.shape[1:])
+        return joined.to(own.device).view(own.dtype).reshape(count, *own.shape[1:])
 
     def gather_routes(self, own: RoutedExperts, count: int) -> RoutedExperts:
         tokens = None if own.tokens is None else self.gather(own.tokens, count)

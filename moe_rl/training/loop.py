@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_rl.checks import sha256_of
 from moe_rl.measure.logprobs import token_logps
 from moe_rl.objectives import group_advantages
 from moe_rl.rollout import Rollout, TaskError, seeded_random
@@ -79,13 +80,15 @@ def train(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
 
 
 def resume(state: State) -> None:
-    """Continue from the folder's checkpoint, if it has one; rows and policies that will be written again go."""
+    """Continue from the folder's checkpoint, if it has one; rows and policies that will be written again go. Raises
+    DistributedError, before any go, if that of another rank is another one."""
     ranks, log = state.ranks, state.log
     ranks.first(lambda: settle(state.folder) is not None)
     mark = load_checkpoint(state)
+    seal = None if mark is None else sha256_of(state.folder / "checkpoint" / "state.json")  # which has all files' sums
+    ranks.agree("the checkpoint", {"step": state.step, "state.json": seal})
     ranks.first(lambda: log.resume(mark))
     ranks.first(lambda: drop_policies_after(state.folder, state.step))
-    ranks.agree("the checkpoint's step", state.step)
 
 
 def run(state: State) -> None:

@@ -5,16 +5,22 @@ what is measured is put together again.
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from moe_rl.rollout import Rollout
 from moe_rl.routing import RoutedExperts
+
+TIMEOUT = timedelta(hours=6)
+"""How long a rank waits for the others: rank 0 alone writes checkpoints, of a large model for longer than NCCL's ten
+minutes."""
 
 
 class Ranks(Accelerator):
@@ -35,6 +41,7 @@ class Ranks(Accelerator):
         super().__init__(
             cpu=cpu or device == "cpu",
             log_with=tracker,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)],
             project_dir=None if tracker is None or folder is None else str(folder / "tracker"),
         )
         self.rank, self.size = self.process_index, self.num_processes
@@ -86,7 +93,7 @@ class Ranks(Accelerator):
         return batch
 
     def gather(self, own: Shaped[Tensor, "n ..."], count: int) -> Shaped[Tensor, "N ..."]:
-        """All `count` rows, on every rank, of which each computed its `share`."""
+        """All `count` rows, on every rank, of which each computed its `share`; on the device of `own`."""
         return own
 
     def gather_routes(self, own: RoutedExperts, count: int) -> RoutedExperts:

@@ -96,12 +96,13 @@ class RewardModel(Scorer):
         """Train on the fresh comparisons and a tenth of old ones; then the fresh ones are history.
 
         Returns:
-            `loss`: the mean over the pairs of the last epoch, nats; `new`, `old`: how many comparisons.
+            `loss`: the mean over the pairs of the last epoch, nats; `new`, `old`: how many comparisons; `skipped`: of
+            the minibatches, those whose gradient was not finite. The model was not trained on these.
         """
         old = self.history.rows(
             historical_sample(len(self.fresh), len(self.history), self.config.history_fraction, generator=generator)
         )
-        mixed, losses = self.fresh + old, []
+        mixed, losses, self._skipped = self.fresh + old, [], 0
         new = len(self.fresh)
         self.history = self.history + self.fresh
         if len(self.history) > self.config.history_size:
@@ -115,15 +116,19 @@ class RewardModel(Scorer):
                 for rows in torch.randperm(len(mixed), generator=generator).split(self.config.batch_size)
             ]
         self.model.eval()
-        return {"loss": sum(losses) / len(mixed) if losses else None, "new": new, "old": len(old)}
+        loss = sum(losses) / len(mixed) if losses else None
+        return {"loss": loss, "new": new, "old": len(old), "skipped": self._skipped}
 
     def _update(self, pairs: Comparisons) -> float:
         ids, mask = (x.flatten(0, 1).to(self.ranks.device) for x in (pairs.input_ids, pairs.attention_mask))
         scores = self.scores(ids, mask)
         loss = reward_model_loss(scores[0::2], scores[1::2])
         self.ranks.backward(loss)
-        self.ranks.clip_grad_norm_(self.model.parameters(), self.optim.max_grad_norm)
-        self.optimizer.step()
+        norm = self.ranks.clip_grad_norm_(self.model.parameters(), self.optim.max_grad_norm)
+        if bool(torch.isfinite(norm)):
+            self.optimizer.step()
+        else:
+            self._skipped += 1
         self.optimizer.zero_grad()
         return float(loss.detach())
 

@@ -16,14 +16,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from moe_rl.routing import UnsupportedModelError, find_sites
+from moe_rl.measure.weights import KEPT_FP32
 
 
 class ShardingError(RuntimeError):
     """A model that cannot be sharded, or that was to be sharded and is not."""
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = None, routers_fp32: bool = False) -> None:
+def shard(module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = None) -> None:
     """FSDP2 in place: each decoder layer is a group of its own, gathered when it runs; the rest is one more.
 
     Args:
@@ -31,23 +31,25 @@ def shard(module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = Non
         mesh: one-dimensional.
         compute: dtype that parameters are gathered in and inputs are cast to; gradients are then reduced in fp32. None:
             the parameters' own.
-        routers_fp32: leave routers out of `compute`: each is a group of its own, in fp32.
 
-    Modules whose dtype differs from that of most (a value head, routers of a bf16 model) are groups of their own as
-    well: a group has one dtype.
+    Modules that are to compute in fp32 (`KEPT_FP32`: a scalar head, routers) are groups of their own, without
+    `compute`; so are those whose dtype differs from that of most, since what is trained in a group has one dtype.
 
     Raises:
         ShardingError: layers that cannot be found; a parameter that is not sharded afterwards.
     """
+    if getattr(module, KEPT_FP32, False):
+        compute = None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
     layers = decoder_layers(module)
     common = next(p.dtype for part in (*layers, module) for p in part.parameters())
-    if routers_fp32:
-        for router in _routers(module):
-            fully_shard(router, mesh=mesh, reshard_after_forward=True)
-    for leaf in module.modules():
+    inner = [part for part in module.modules() if part is not module]
+    for part in inner:  # of two inside each other, which PEFT makes of a router, the outer one
+        if _apart(part) and not any(isinstance(p, DTensor) for p in part.parameters()):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    for leaf in inner:
         own = [p for p in leaf.parameters(recurse=False) if not isinstance(p, DTensor)]
-        if leaf is not module and any(p.dtype != common for p in own):
+        if any(p.dtype != common for p in own):
             fully_shard(leaf, mesh=mesh, reshard_after_forward=True)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
@@ -56,16 +58,14 @@ def shard(module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = Non
     check_sharded(module)
 
 
-def shard_from_rank_0(
-    module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = None, routers_fp32: bool = False
-) -> None:
+def shard_from_rank_0(module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = None) -> None:
     """`shard`, with the weights of rank 0 on every rank: only there does the module hold any before; elsewhere its
     tensors have no memory (the meta device) until they are shards. One tensor at a time is sent. Raises ShardingError.
     """
     whole_tensors: dict[str, Any] = module.state_dict() if dist.get_rank() == 0 else {}
     if dist.get_rank() != 0:
         module.to("meta")
-    shard(module, mesh, compute, routers_fp32)
+    shard(module, mesh, compute)
     fill_from_rank_0(module, whole_tensors, torch.device(mesh.device_type))
 
 
@@ -117,11 +117,12 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _routers(module: nn.Module) -> list[nn.Module]:
-    try:
-        return [site.module for site in find_sites(module) if any(True for _ in site.module.parameters())]
-    except UnsupportedModelError:  # a copy of the backbone alone, or a linear map
-        return []
+def _apart(part: nn.Module) -> bool:
+    """Whether a module is one group with all that it holds: it is to compute in fp32, or is PEFT's wrapper of a weight
+    (`lora.target_parameters`) of several dtypes, which reads parameters without calling the modules that have them."""
+    kept = [getattr(inner, KEPT_FP32, False) for inner in part.modules()]
+    several = any(kept) or len({p.dtype for p in part.parameters()}) > 1
+    return kept[0] or (hasattr(part, "parameter_name") and several)
 
 
 def is_sharded(module: nn.Module) -> bool:

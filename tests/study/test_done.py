@@ -1,5 +1,6 @@
 """A run with data missing is not done, whoever reads it."""
 
+import os
 import shutil
 
 import pytest
@@ -90,3 +91,30 @@ def test_a_run_that_an_earlier_version_finished_is_done(run):
     (run / "DONE").write_text('{"seconds": 3.5}\n')
     remove(run / "tokens" / "step_000001.parquet")
     assert what_is_lost(run, checkpoint=True) == "" and load(run.parents[1]).runs[0].finished
+
+
+def test_done_is_flushed_after_what_it_names(run, monkeypatch):
+    flushed, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(os.fstat(handle).st_ino) or fsync(handle))
+    write_done(run)
+    for first, then in (("metrics.jsonl", "DONE"), ("tokens", "DONE"), ("DONE", ".")):
+        assert flushed.index((run / first).stat().st_ino) < flushed.index((run / then).stat().st_ino)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_run_that_lost_what_came_after_its_checkpoint_can_go_on_from_there(run, complete):
+    rows = (run / "metrics.jsonl").read_bytes()
+    seen = rows[: rows.index(b"\n", len(rows) // 2) + 1]
+    mark = {"bytes": len(seen), "sha256": sha256_of_bytes(seen), "tables": {}}
+    files = {"model.safetensors": "its sum"} if complete else {"optimizer.safetensors": "is not there"}
+    write_json(run / "checkpoint" / "state.json", sealed({"step": 2, "metrics": mark, "files": files}))
+    write_done(run)
+    cut(run / "metrics.jsonl")
+    with pytest.raises(StudyDataError, match=r"run it again\." + r" Or delete .*DONE: .*\(step 2\)\." * complete + "$"):
+        load(run.parents[1])
+    (run / "metrics.jsonl").write_bytes(rows[:5])
+    with pytest.raises(StudyDataError, match=r"run it again\.$"):
+        load(run.parents[1])
+    (run / "metrics.jsonl").write_bytes(rows[:-3])
+    (run / "DONE").unlink()
+    assert what_is_lost(run, checkpoint=True) == ""

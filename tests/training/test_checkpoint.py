@@ -19,7 +19,7 @@ from moe_rl.routing.packing import hide
 from moe_rl.runlog import DamagedMetricsError
 from moe_rl.study.config import dump_run
 from moe_rl.tables import write_table
-from moe_rl.training import run
+from moe_rl.training import resume, run
 from moe_rl.training.checkpoint import (
     CheckpointError,
     _optimizer_tensors,
@@ -28,7 +28,9 @@ from moe_rl.training.checkpoint import (
     save_checkpoint,
     settle,
 )
+from moe_rl.training.launch import DistributedError
 from moe_rl.training.optimizer import make_optimizer
+from moe_rl.training.ranks import Ranks
 
 
 def held(folder):
@@ -121,6 +123,27 @@ def test_the_first_checkpoint_comes_whole_or_not_at_all(tmp_path, monkeypatch):
             with contextlib.suppress(Killed):
                 save_checkpoint(state)
         assert held(folder) in (None, FIRST)
+
+
+def test_ranks_agree_on_the_checkpoint_and_not_on_its_step_alone(tmp_path, monkeypatch):
+    """Before any row goes: those of a rank with another checkpoint of the step are not what the checkpoint saw."""
+    said = []
+
+    def agree(ranks, what, own):
+        said.append((what, own))
+        raise DistributedError("one of them differs")
+
+    monkeypatch.setattr(Ranks, "agree", agree)
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / name).mkdir()
+        state = small_state(tmp_path / name, 3, value)
+        save_checkpoint(state)
+        state.log.append("step", 3)
+    for name in ("a", "b", "a"):
+        with pytest.raises(DistributedError):
+            resume(small_state(tmp_path / name, 0, 0.0))
+        assert (tmp_path / name / "metrics.jsonl").read_bytes()
+    assert said[0] == said[2] != said[1] and [own["step"] for _, own in said] == [3, 3, 3]
 
 
 def test_routes_of_a_waiting_batch_keep_what_a_mask_hid(tmp_path):

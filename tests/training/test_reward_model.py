@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_rl.objectives import dpo_coefficients
+from moe_rl.objectives import dpo_coefficients, reward_model_loss
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import Problem, Rollout
 from moe_rl.rollout.character_tasks import ModChain
@@ -67,6 +67,22 @@ def test_its_loss_is_the_mean_over_pairs(monkeypatch):
     assert model.retrain(torch.Generator())["loss"] == (20 * 20 + 12 * 12) / 32
 
 
+def test_a_gradient_that_is_not_finite_is_left_out(monkeypatch):
+    """Of 4 minibatches the first, and none of a retraining without such."""
+    model, factors = reward_model(epochs=1, batch_size=8), iter([float("inf")])
+    monkeypatch.setattr(
+        "moe_rl.training.reward_model.reward_model_loss",
+        lambda better, worse: reward_model_loss(better, worse) * next(factors, 1.0),
+    )
+    before = model.model.head.weight.clone()
+    for skipped in (1, 0):
+        model.observe(rollout(torch.Generator().manual_seed(0)))
+        metrics = model.retrain(torch.Generator())
+        assert metrics["skipped"] == skipped
+    assert all(p.isfinite().all() for p in model.model.parameters())
+    assert not torch.equal(model.model.head.weight, before), "the other three are learned from"
+
+
 def test_its_score_is_that_of_the_last_token_whatever_follows():
     model = reward_model()
     torch.nn.init.normal_(model.model.head.weight)
@@ -83,7 +99,7 @@ def test_without_comparisons_nothing_is_learned():
     even = rollout(torch.Generator().manual_seed(0))
     model.observe(replace(even, rewards=torch.ones_like(even.rewards)))
     before = {k: v.clone() for k, v in model.model.state_dict().items()}
-    assert model.retrain(torch.Generator()) == {"loss": None, "new": 0, "old": 0}
+    assert model.retrain(torch.Generator()) == {"loss": None, "new": 0, "old": 0, "skipped": 0}
     assert all(torch.equal(v, before[k]) for k, v in model.model.state_dict().items())
 
 

@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from micro import MICRO, rows
 from pretended_cuda import CPU, CUDA, pretended_cuda
 from sweeps import mostly_swept
 
 from moe_rl.rollout.engine_config import EngineConfig
-from moe_rl.training import loop, run
+from moe_rl.training import loop, run, setup
 from moe_rl.training.checkpoint import save_checkpoint
+from moe_rl.training.config import DistributedConfig
+from moe_rl.training.distributed import Group
 from moe_rl.training.loop import collect_batch, start_probe
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -85,3 +88,20 @@ def test_no_step_mixes_devices(name, tmp_path, state_of, monkeypatch):
     assert {p.device for module, _ in whole.trained.values() for p in module.parameters()} == {CUDA}
     assert rows(tmp_path / "resumed") == rows(tmp_path / "whole")
     assert (tmp_path / "resumed" / "tokens" / "step_000000.parquet").exists()
+
+
+def test_what_ranks_gather_is_on_their_device(tmp_path, state_of, monkeypatch):
+    """NCCL takes nothing else; demonstrations, and so the rewards of them, are on the CPU."""
+    gathered = []
+
+    def all_gather(parts, own):
+        gathered.append({tensor.device for tensor in (*parts, own)})
+        parts[0].copy_(own)
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(setup, "ranks_of", lambda *_: Group(DistributedConfig("ddp"), "auto", None, tmp_path, False))
+    with pretended_cuda():
+        run(state_of(micro(method={"objective": "sft", "source": "demonstrations"}), tmp_path))
+        own = torch.tensor([1.5, 2.5]).bfloat16()
+        assert torch.equal(setup.ranks_of().gather(own, 2), own), "and back where it was"
+    assert len(gathered) > 10 and all(devices == {CUDA} for devices in gathered)
