@@ -158,7 +158,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("slots", "count", "response slots compared"),
         M("value_loss", "reward²", "loss of the value model", when="advantage gae"),
         M("value_grad_norm", "1", "its gradient's norm before clipping", when="advantage gae"),
-        M("predictor_kl", "nats", "KL of what the routers say in this forward from what was predicted when the batch was scored, mean over tokens and sites", "KL(now || predicted)", "PR², arXiv 2606.00395", when="replay PR2, from the second update of a batch on"),
+        M("predictor_kl", "nats", "KL of what the routers say in this forward from what was predicted when the batch was scored, before the predictors learned from its updates, mean over tokens and sites", "KL(now || predicted)", "PR², arXiv 2606.00395", when="replay PR2, from the second update of a batch on"),
         M("predictor_kl_unmoved", "nats", "the same without a prediction: where it is smaller, a predictor is worse than none", "KL(now || old)", "ours", when="replay PR2, from the second update of a batch on"),
     ),
     "probe": (

@@ -238,9 +238,14 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
         ),
     ]
     if run.method.replay == "PR2":
-        seen = 4 * len(sites) * (H + experts)
+        seen = 4 * len(sites) * (H + 2 * experts)
         needs += [
-            Need("router inputs and logits", waiting * seen, "always", f"{seen} bytes a token, for the predictors"),
+            Need(
+                "router inputs and logits",
+                waiting * seen,
+                "always",
+                f"{seen} bytes a token, for the predictors",
+            ),
             Need("predictors", 16 * len(sites) * H * experts, "always", "weights, gradients and Adam, fp32"),
         ]
     if run.probe.decompose_every:

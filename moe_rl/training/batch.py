@@ -32,6 +32,7 @@ class Batch(Responses):
         rollout_routes: the experts that the sampler chose, -1 on padding and each row's last token; None if unknown.
         versions: of the weights that wrote each token, as steps; -1 outside the response. None: all of `step`'s.
         router_inputs, router_logits: what the old policy's routers saw and said under `rollout_routes` (PR2).
+        router_predicted: what they were expected to say after the next updates, when the batch was scored (PR2).
         kept: the (token, site) rows of `routes` that R2 forces; None: all.
     """
 
@@ -51,6 +52,7 @@ class Batch(Responses):
     versions: Int[Tensor, "B T"] | None = None
     router_inputs: Float[Tensor, "B T L H"] | None = None
     router_logits: Float[Tensor, "B T L E"] | None = None
+    router_predicted: Float[Tensor, "B T L E"] | None = None
 
     @property
     def live_old_logps(self) -> Float[Tensor, "B T"]:

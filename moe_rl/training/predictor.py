@@ -30,8 +30,8 @@ class RoutePredictor:
     policy under the routes that sampled.
 
     Differs: W has an AdamW of its own, without weight decay, whose gradient is not clipped together with the policy's.
-    All tokens of a batch are learned from, and their h and z are kept until its last update, B T L (H + E) fp32
-    numbers; public code takes some of the responses. That is for small models.
+    All tokens of a batch are learned from; their h, z and predictions are kept until its last update, B T L (H + 2 E)
+    fp32 numbers; public code takes some of the responses. That is for small models.
 
     Args:
         model: of one process.
@@ -69,17 +69,18 @@ class RoutePredictor:
 
     def backward(self, part: Batch, watched: Any, totals: Totals) -> None:
         """Add the gradient on a micro-batch: of the sum over its tokens, prompts included."""
-        assert part.router_inputs is not None and part.router_logits is not None
+        assert part.router_inputs is not None and part.router_logits is not None and part.router_predicted is not None
         there = part.attention_mask.bool()
         inputs, old, now = (x[there] for x in (part.router_inputs, part.router_logits, watched.logits))
-        loss = divergence(now, old + torch.einsum("nlh,leh->nle", inputs, self.weights))
-        loss.backward()
-        self._found[0] += float(loss.detach())
+        divergence(now, old + torch.einsum("nlh,leh->nle", inputs, self.weights)).backward()
+        # Of what was predicted before this batch's updates: the maps of today have learned from those.
+        self._found[0] += float(divergence(now, part.router_predicted[there]))
         self._found[1] += float(divergence(now, old))
         self._tokens += len(now)
 
     def step(self, warmup: float, hold: bool) -> dict[str, Any]:
-        """One optimizer step; both divergences, in the mean over tokens and sites."""
+        """One optimizer step; the divergences from what was predicted when the batch was scored, and from z_old, in
+        the mean over tokens and sites."""
         assert self.weights.grad is not None
         self.weights.grad /= self._tokens
         for group in self.optimizer.param_groups:
@@ -118,9 +119,16 @@ def divergence(now: Float[Tensor, "n L E"], predicted: Float[Tensor, "n L E"]) -
 
 
 class PredictedRoutes(EngineRoutes):
-    """The old policy once more, under the predicted routes that sampled, and what its routers saw and said then."""
+    """The old policy once more, under the predicted routes that sampled; what its routers saw and said then, and were
+    predicted to say."""
+
+    def __init__(self, policy: nn.Module, temperature: float, predictor: RoutePredictor):
+        super().__init__(policy, temperature)
+        self.predictor = predictor
 
     def say(self, part: Rollout, seen: Seen, watched: Any) -> dict[str, Tensor]:
         with record_router_logits(self.policy) as reading:
             said = super().say(part, seen, watched)
-        return said | {"router_inputs": reading.inputs, "router_logits": reading.logits}
+        inputs, logits = reading.inputs, reading.logits
+        predicted = logits + torch.einsum("btlh,leh->btle", inputs, self.predictor.weights.detach())
+        return said | {"router_inputs": inputs, "router_logits": logits, "router_predicted": predicted}

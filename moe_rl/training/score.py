@@ -48,6 +48,7 @@ class Scores:
     margins: Float[Tensor, "B T L"] | None = None
     router_inputs: Float[Tensor, "B T L H"] | None = None
     router_logits: Float[Tensor, "B T L E"] | None = None
+    router_predicted: Float[Tensor, "B T L E"] | None = None
 
 
 @torch.no_grad()
@@ -90,7 +91,7 @@ def score_rollout(
         found.append(said)
     own = {name: joined([said[name] for said in found], places, mine.input_ids.shape) for name in found[0]}
     for name, values in own.items():
-        if name not in ("margins", "route_scores", "router_inputs", "router_logits"):
+        if name not in ("margins", "route_scores", "router_inputs", "router_logits", "router_predicted"):
             why = "that model are no longer usable, or a response has a token that it gives no probability"
             _refuse_not_finite("scoring", name, values, mine, why)
     tensors = {name: ranks.gather(values, len(rollout)) for name, values in own.items()}
@@ -171,4 +172,5 @@ def make_batch(
         versions=rollout.versions,
         router_inputs=scores.router_inputs,
         router_logits=scores.router_logits,
+        router_predicted=scores.router_predicted,
     )

@@ -116,14 +116,19 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     return state
 
 
+def _routes_of_sampler(state: State) -> Scorer:
+    temperature = state.config.rollout.temperature
+    if state.predictor:
+        return PredictedRoutes(state.policy, temperature, state.predictor)
+    return EngineRoutes(state.policy, temperature)
+
+
 def scorers_of(state: State) -> tuple[Scorer, ...]:
     """Who has to be asked about rollouts beside the old policy, for what the configuration wants."""
     temperature = state.config.rollout.temperature
     asked = (
         Margins() if state.config.method.keep < 1 else None,
-        (PredictedRoutes if state.predictor else EngineRoutes)(state.policy, temperature)
-        if state.records_routes
-        else None,
+        _routes_of_sampler(state) if state.records_routes else None,
         RouterScores() if state.method.weighs_routes else None,
         None if state.reference is None else Reference(state.reference, temperature),
         state.critic,

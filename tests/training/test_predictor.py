@@ -86,6 +86,24 @@ def test_a_step_follows_the_gradient_of_the_divergence(state_of, tmp_path):
     assert not torch.equal(state.predictor.weights, first)
 
 
+def test_the_divergence_is_from_what_was_predicted_before_the_batch_was_learned_from(state_of, tmp_path):
+    """Of the third update, when the maps have learned from the second."""
+    state = prepared(state_of(with_method(with_optim(num_minibatches=4), predictor_learning_rate=0.1), tmp_path))
+    sampled_with = state.predictor.weights.detach().clone()
+    batch = collect_batch(state)
+    for update in (1, 2):
+        update_on(state, batch.rows(torch.arange(8)), update)
+    assert not torch.allclose(state.predictor.weights, sampled_with, atol=1e-3)
+    tokens = batch.attention_mask.bool()
+    state.policy.train()
+    with torch.no_grad(), replay_routes(state.policy, batch.rollout_routes), record_router_logits(state.policy) as now:
+        state.policy(input_ids=batch.input_ids, attention_mask=tokens.long())
+    moved = batch.router_logits + torch.einsum("btlh,leh->btle", batch.router_inputs, sampled_with)
+    update_on(state, batch, 3)
+    expected = divergence(now.logits[tokens], moved[tokens]) / (tokens.sum() * len(sampled_with))
+    assert rows(tmp_path, "update")[-1]["predictor_kl"] == pytest.approx(float(expected), rel=1e-4)
+
+
 def test_micro_batches_leave_the_step_as_it_is(state_of, tmp_path):
     found = []
     for name, micro in (("whole", None), ("parts", 3)):
@@ -119,8 +137,13 @@ def test_a_move_that_is_linear_in_the_input_is_learned(state_of, tmp_path):
     for _ in range(200):
         predictor.backward(batch, now, totals_of(batch))
         said.append(predictor.step(1.0, hold=False))
-    assert said[-1]["predictor_kl"] < 0.02 * said[0]["predictor_kl"]
-    assert said[-1]["predictor_kl_unmoved"] == pytest.approx(said[0]["predictor_kl"], rel=1e-5)
+    learned = batch.router_logits + torch.einsum("btlh,leh->btle", batch.router_inputs, predictor.weights.detach())
+    there = batch.attention_mask.bool()
+    tokens_and_sites = int(there.sum()) * len(predictor.weights)
+    left = float(divergence(now.logits[there], learned[there])) / tokens_and_sites
+    assert left < 0.02 * said[0]["predictor_kl"]
+    for name in ("predictor_kl", "predictor_kl_unmoved"):  # predicted was no move, whatever was learned since
+        assert said[-1][name] == pytest.approx(said[0]["predictor_kl"], rel=1e-5)
     kept = predictor.weights.detach().clone()
     predictor.backward(batch, now, totals_of(batch))
     predictor.step(1.0, hold=True)  # an update that was left out
