@@ -160,7 +160,7 @@ class Correction:
     def __str__(self) -> str:
         """As `parse` reads it."""
         words = [*(["current"] if self.policy == "current" else []), *(["optional"] if self.optional else [])]
-        return ":".join([self.kind, *([f"{self.low:g}"] if self.low else []), f"{self.high:g}", *words])
+        return ":".join([self.kind, *([_exact(self.low)] if self.low else []), _exact(self.high), *words])
 
     def weight(
         self,
@@ -210,6 +210,11 @@ def engine_weights(
         if one.kind.endswith("truncate"):
             truncated = truncated | (own >= one.high)
     return {"engine_log_weight": gap, "correction_weight": weight, "correction_truncated": truncated}
+
+
+def _exact(number: float | int) -> str:
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)
 
 
 def _on_tokens(per_sequence: Float[Tensor, " B"], mask: Shaped[Tensor, "B T"]) -> Float[Tensor, "B T"]:

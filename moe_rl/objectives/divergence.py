@@ -53,7 +53,7 @@ def divergence_tv_gate(
     """
     clipped = outside_trust_region(probability_shift(x), x.advantages, -clip_low, clip_high)
     weight = torch.where(clipped, 0.0, _capped(x, ratio_cap=ratio_cap))
-    return Gated(weight * x.advantages * x.logps, clipped)
+    return Gated(weight * x.advantages * x.logps, clipped, x.token_log_ratio.detach())
 
 
 @gate("divergence_kl", flow="logps", levels=("token",), importance=_capped)
@@ -69,7 +69,7 @@ def divergence_kl_gate(
     above = (x.advantages > 0) & (log_ratio > 0) & (divergence > clip_high)
     clipped = above | ((x.advantages < 0) & (log_ratio < 0) & (divergence > clip_low))
     weight = torch.where(clipped, 0.0, _capped(x, ratio_cap=ratio_cap))
-    return Gated(weight * x.advantages * x.logps, clipped)
+    return Gated(weight * x.advantages * x.logps, clipped, log_ratio)
 
 
 def _quadratic_importance(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Float[Tensor, "B T"]:

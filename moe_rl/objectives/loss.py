@@ -4,7 +4,7 @@ Below it, what it and the gradient analysis both start from (checked inputs, rat
 said of a minibatch's tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -92,9 +92,10 @@ def policy_loss(
     Values under a False mask may be anything, NaN included; a fully masked row contributes nothing and is not
     counted. Gradient flows through `logps` only. There is no hidden clamp: an unclipped ratio beyond the
     range of the dtype (88 nats in float32, 709 in float64) gives a non-finite loss, and
-    `metrics["extreme_tokens"]` counts the tokens beyond 20 nats that announce it. What is not finite on a token that
-    counts is refused: a log-probability of -inf there says that the token could not have been sampled, and its ratio
-    of 0 or infinity would leave no trace behind a clip.
+    `metrics["extreme_tokens"]` counts the tokens beyond 20 nats that announce it (of a product over the sequence
+    many small ones do). A token that an engine correction drops contributes 0, whatever its ratio. What is not
+    finite on a token that counts is refused: a log-probability of -inf there says that the token could not have
+    been sampled, and its ratio of 0 or infinity would leave no trace behind a clip.
 
     Args:
         objective: an `Objective` or the name of one in `OBJECTIVES`.
@@ -161,6 +162,9 @@ def policy_loss(
 # -- what it starts from -----------------------------------------------------------------------------------------------
 
 
+_IN_RANGE = 60.0  # nats, whose exponential and products with it float32 holds; no clip bound lies beyond
+
+
 @dataclass(frozen=True)
 class Terms:
     """The resolved objective, what its gate sees, and each token's other weights by their names in `TokenValues`."""
@@ -176,7 +180,7 @@ class Terms:
     def gated(self) -> Gated:
         """The surrogate of each token under the objective's gate, before any correction weight. ValueError for a gate
         that returns anything else: a mean over the sequence, say, which would count as each token's."""
-        found = GATES[self.objective.gate].surrogate(self.inputs, **self.knobs())
+        found = GATES[self.objective.gate].surrogate(self._gate_inputs(), **self.knobs())
         shape = self.inputs.mask.shape
         if not (isinstance(found, Gated) and found.surrogate.shape == found.clipped.shape == shape):
             got = [list(each.shape) for each in found[:2]] if isinstance(found, Gated) else type(found).__name__
@@ -186,6 +190,14 @@ class Terms:
         if found.clipped.dtype != torch.bool:
             raise ValueError(f"gate {self.objective.gate!r}: clipped must be bool, got {found.clipped.dtype}")
         return found
+
+    def _gate_inputs(self) -> GateInputs:
+        """Where a weight of 0 drops a token its ratio stays in the range of the dtype: 0 times infinity is NaN."""
+        weight, level = self.after_gate(), self.inputs.level_log_ratio
+        if weight is None or GATES[self.objective.gate].flow == "row":  # whose mean has the log-ratios of all tokens
+            return self.inputs
+        bounded = level.detach().clamp(min=-_IN_RANGE, max=_IN_RANGE)
+        return replace(self.inputs, level_log_ratio=torch.where(weight == 0, bounded, level))
 
     def after_gate(self) -> Float[Tensor, "B T"] | None:
         """The product of the weights that multiply a token's surrogate; None if there are none.

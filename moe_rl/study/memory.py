@@ -237,15 +237,16 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
             + (", checkpointed" if run.model.gradient_checkpointing else ""),
         ),
     ]
+    if method.weighs_routes:
+        kept, said = 4 * len(sites) * top_k, size * len(sites) * experts
+        needs += [
+            Need("router scores", waiting * kept, "always", f"{kept} bytes a token"),
+            Need("router logits", micro * length * said, "update", f"{said} bytes a token"),
+        ]
     if run.method.replay == "PR2":
         seen = 4 * len(sites) * (H + 2 * experts)
         needs += [
-            Need(
-                "router inputs and logits",
-                waiting * seen,
-                "always",
-                f"{seen} bytes a token, for the predictors",
-            ),
+            Need("router inputs and logits", waiting * seen, "always", f"{seen} bytes a token, for the predictors"),
             Need("predictors", 16 * len(sites) * H * experts, "always", "weights, gradients and Adam, fp32"),
         ]
     if run.probe.decompose_every:

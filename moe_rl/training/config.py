@@ -207,7 +207,8 @@ class OptimConfig:
     do not hear what the bias does, or of those that the routers would have chosen. The same without replay."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """An update whose gradient is not finite: stop the run, or leave it out and go on. It is kept under `incidents/`
-    either way (`moe_rl.training.incidents`), and moves no weight."""
+    either way (`moe_rl.training.incidents`), and moves no weight. A forward that gives no finite
+    log-probabilities stops the run whatever is set here: there is no update to leave out."""
     reference_reset_every: int = 0
     """Iterative GRPO: the current policy becomes the KL reference every this many steps (0: never). Batches that wait
     (`rollout.lag`) keep what the reference of their scoring said."""

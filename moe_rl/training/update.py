@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, cast
 
@@ -80,7 +80,7 @@ def update_policy(
             ranks.backward(total * ranks.size)  # which averages over ranks; these are shares of a sum
         for learner, seen in zip(learners, watched, strict=True):
             learner.backward(micro, seen, totals)
-        found.append(MicroBatch(place, loss, out, routing, share))
+        found.append(MicroBatch(place, loss, replace(out, router_logits=None), routing, share))
     grad_norm = ranks.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
     load = ranks.gather(torch.stack([part.routing.loads for part in found]).sum(0)[None], ranks.size).sum(0)
     finite = bool(torch.isfinite(grad_norm))  # else the weights stay as they are

@@ -17,6 +17,7 @@ from moe_rl.objectives import (
     sequence_truncate,
     token_mask,
     token_truncate,
+    token_weights,
 )
 
 
@@ -113,6 +114,32 @@ def test_an_optional_correction_without_rollout_log_probabilities_is_weight_one(
     out = policy_loss("minirl", *arguments)
     torch.testing.assert_close(out.loss, policy_loss("minirl", *arguments, rollout_logps=old).loss)
     assert "correction_weight_mean" not in out.metrics
+
+
+PRODUCT = replace(OBJECTIVES["grpo"], ratio="sequence_product", corrections=(Correction("geometric_mask", 0.99, 1.01),))
+
+
+@pytest.mark.parametrize(
+    ("objective", "moves"),
+    [(OBJECTIVES["grpo_icepop"], [0.0, 94.0]), (PRODUCT, [0.03] * 4000)],
+    ids=["token", "sequence"],
+)
+def test_a_dropped_token_contributes_nothing_though_its_ratio_overflows(objective, moves):
+    """One for its own ratio, and a sequence for the product of many small ones; the sampler is the policy of now."""
+    logps = torch.full((1, len(moves)), -1.0, requires_grad=True)
+    old, rollout = logps.detach() - torch.tensor([moves]), logps.detach()
+    arguments = old, torch.tensor([-1.0]), torch.ones_like(old, dtype=torch.bool)
+    out = policy_loss(objective, logps, *arguments, rollout_logps=rollout)
+    out.loss.backward()
+    weights = token_weights(objective, logps.detach(), *arguments, rollout_logps=rollout).weight
+    assert out.loss.isfinite() and torch.allclose(-logps.grad, weights) and weights[0, -1] == 0
+    assert out.tokens.gate_log_ratio.max() > 90, "what it was is told as it is"
+
+
+def test_a_correction_is_written_as_it_is_read():
+    for low, high in ((0.5, 5.0), (0.9999999, 1.0000001)):
+        correction = Correction("geometric_mask", low, high)
+        assert Correction.parse(str(correction)) == correction
 
 
 def test_infinite_weights_are_bounded_or_dropped():

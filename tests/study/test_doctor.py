@@ -80,6 +80,9 @@ def test_states_of_qwen3_30b():
     for url, there in ((None, True), ("http://gpu:8471", False)):  # another machine's memory is not this one's
         engine = EngineConfig("vllm", python=None if url else "python", url=url)
         assert ("rollout engine" in needs(run(QWEN, rollout=RolloutConfig(engine=engine)))) == there
+    rspo = needs(run(QWEN, method=MethodConfig(objective="rspo"), optim=OptimConfig(micro_batch=2)))
+    assert "router scores" not in one and rspo["router scores"] == 4 * one["routes"]  # fp32 beside a byte
+    assert rspo["router logits"] == 2 * (4 + 16 + 25) * 48 * 128 * 2  # of a micro-batch, bf16
     needed = plan(run(QWEN))
     assert needed.routes_bytes_per_token == 48 * 8  # layers x experts of a token, a byte each
     assert needed.kv_bytes_per_token == 2 * 48 * 4 * 128 * 2  # keys and values, layers, heads, size of a head, bf16
@@ -384,7 +387,7 @@ def test_predictors_keep_what_the_routers_saw():
     pr2 = run(QWEN, method=MethodConfig(replay="PR2"))
     of = plan(pr2)
     found, tokens = needs(pr2), 256 * (of.prompt_tokens + of.new_tokens)
-    assert found["router inputs and logits"] == tokens * 48 * (2048 + 128) * 4
+    assert found["router inputs and logits"] == tokens * 48 * (2048 + 2 * 128) * 4
     assert found["predictors"] == 16 * 48 * 2048 * 128
     assert not {"router inputs and logits", "predictors"} & set(needs(run(QWEN)))
 
