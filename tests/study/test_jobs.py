@@ -283,7 +283,7 @@ def test_a_run_that_was_killed_leaves_the_signal_in_its_log(node, monkeypatch):
     monkeypatch.setattr("moe_rl.study.job.job_command", lambda *_: killed)
     with pytest.raises(subprocess.CalledProcessError):
         run_job(["run"], str(node), None, {})
-    assert last_line(node) == "moe-rl: error: ended by SIGKILL"
+    assert last_line(node) == "ended by SIGKILL"
 
 
 def test_a_node_whose_kernels_are_those_that_are_asked_for_is_no_other_rounding(node, monkeypatch):
@@ -292,7 +292,7 @@ def test_a_node_whose_kernels_are_those_that_are_asked_for_is_no_other_rounding(
     monkeypatch.setattr("moe_rl.study.job.job_command", lambda *_: [sys.executable, "-c", ""])
     with pytest.raises(ConfigError):
         run_job(["run"], str(node), None, {"ATEN_CPU_CAPABILITY": "avx2"})
-    assert last_line(node).startswith("moe-rl: error: rounding 'avx2': torch uses AVX2 kernels here")
+    assert last_line(node).startswith("rounding 'avx2': torch uses AVX2 kernels here")
     run_job(["run"], str(node), None, {"ATEN_CPU_CAPABILITY": "default"})
 
 
