@@ -77,17 +77,19 @@ def extend(
     if not len(rows):
         return rollout
     prefix, prefix_mask = right_aligned(rollout.input_ids[rows], rollout.attention_mask[rows])
-    room = longest - rollout.lengths[rows]
+    room = (longest - rollout.lengths[rows]).clamp(max=tokens)
     problems = [rollout.problems[row] for row in rows.tolist()]
-    check_length(model, problems, prefix_mask.sum(1), room.clamp(max=tokens))
+    check_length(model, problems, prefix_mask.sum(1), room)
     ends = end_tokens(model, tokenizer).to(device)
     each = torch.arange(len(rows), device=device)
-    drawn, logps, traces = engine.decode(prefix, prefix_mask, each, uniform[rows], ends, temperature, record_routes)
-    new = (drawn != UNWRITTEN) & (torch.arange(tokens, device=device) < room[:, None])
+    drawn, logps, traces = engine.decode(
+        prefix, prefix_mask, each, uniform[rows], ends, temperature, record_routes, room
+    )
+    new = drawn != UNWRITTEN
     wide, at = _placed(rollout, rows, new, padding_token(tokenizer))
     wide.input_ids[at], wide.attention_mask[at], wide.completion_mask[at] = drawn[new], True, True
     wide.logps[at] = logps[new]
-    wide.finished[rows] = (torch.isin(drawn, ends) & new).any(1)
+    wide.finished[rows] = torch.isin(drawn, ends).any(1)
     if wide.versions is not None and version is not None:
         wide.versions[at] = version
     routes = wide.routes
@@ -119,8 +121,10 @@ def partial_responses(
 ) -> Rollout:
     """The oldest batch, finished; all others in `drafts` are one segment further, and a new one has begun.
 
-    A batch takes as many calls as its longest response has segments; before the first is finished, several are begun
-    under one version, so that from then on one is finished at every step.
+    Every call begins one batch and gives one; where the oldest is not finished by then, it begins more under the same
+    version, each time with all others a segment further, until it is. So the batches in `drafts` never become
+    fewer: after one long response every later batch waits for those before it, finished or not, and its first tokens
+    are as many versions old as there are batches in `drafts`.
 
     Args:
         engine: a `ModelEngine`.
@@ -187,9 +191,9 @@ def append_text(rollout: Rollout, tokenizer: Any, texts: Mapping[int, str]) -> R
 
 def in_turns(engine: Any, task: Any, tokenizer: Any, seconds: float | None = None) -> Any:
     """The engine; for a task that replies, one whose responses take several turns from now on: to every response that
-    ended its turn the task may reply (`reply(problem, transcript)`, None ends the conversation), and after the reply
-    the policy goes on. `max_new_tokens` is then of all turns of the policy together, and a response that has them gets
-    no reply. Sampling raises TaskError, with prompt and transcript, where the task's code fails.
+    ended its turn the task may reply (`reply(problem, transcript)`; None or an empty text ends the conversation), and
+    after the reply the policy goes on. `max_new_tokens` is then of all turns of the policy together, and a response
+    that has them gets no reply. Sampling raises TaskError, with prompt and transcript, where the task's code fails.
 
     Args:
         engine: a `ModelEngine`.
@@ -201,11 +205,14 @@ def in_turns(engine: Any, task: Any, tokenizer: Any, seconds: float | None = Non
 
     def sample(problems: Sequence[Problem], *, group_size: int, max_new_tokens: int, **options: Any) -> Rollout:
         rollout = one_turn(problems, group_size=group_size, max_new_tokens=max_new_tokens, **options)
+        talking = torch.ones_like(rollout.finished)
         for _ in range(1, int(getattr(task, "max_turns", TURNS))):
-            told = replies(task, rollout, rollout.finished & (rollout.lengths < max_new_tokens), seconds)
+            asked = talking & rollout.finished & (rollout.lengths < max_new_tokens)
+            told = replies(task, rollout, asked, seconds)
             if not any(told.values()):
                 break
             rollout = append_text(rollout, tokenizer, told)
+            talking = ~rollout.finished  # those that got a text
             rollout = extend(engine, rollout, tokens=max_new_tokens, longest=max_new_tokens, **options)
         return rollout
 

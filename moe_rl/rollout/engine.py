@@ -93,10 +93,13 @@ class ModelEngine:
         ends: Int[Tensor, " e"],
         temperature: float,
         record: bool,
+        room: Int[Tensor, " B"] | None = None,
     ) -> tuple[Int[Tensor, "B M"], Float[Tensor, "B M"], list[Trace]]:
         """Tokens (`UNWRITTEN` past a row's end), their log-probabilities, and what each call of the model routed. Row b
-        goes on from prompt `prompt[b]`, left-padded, and draws token t by `uniform[b, t]`."""
+        goes on from prompt `prompt[b]`, left-padded, and draws token t by `uniform[b, t]`, up to `room[b]` of them (1
+        to M; None: M)."""
         B, M = uniform.shape
+        room = torch.full((B,), M, device=prompts.device) if room is None else room
         tokens = torch.full((B, M), UNWRITTEN, device=prompts.device)
         logps = torch.zeros(B, M, device=prompts.device)
         traces: list[Trace] = []
@@ -104,7 +107,7 @@ class ModelEngine:
             for rows in torch.arange(B, device=prompts.device).split(self.max_batch or B):
                 with record_routes(self.model) if record else nullcontext() as recording:
                     chunk = _Chunk(self.model, prompts, prompt_mask, prompt[rows], rows)
-                    chunk.decode(tokens, logps, uniform, ends, temperature)
+                    chunk.decode(tokens, logps, uniform, ends, temperature, room)
                 if recording is not None:
                     traces += zip(chunk.fed, recording.steps, strict=True)
         return tokens, logps, traces
@@ -208,19 +211,22 @@ class _Chunk:
         uniform: Float[Tensor, "B N"],
         ends: Int[Tensor, " e"],
         temperature: float,
+        room: Int[Tensor, " B"],
     ) -> None:
-        """Fill the chunk's rows of `tokens` and `logps`, each up to its end."""
+        """Fill the chunk's rows of `tokens` and `logps`, each up to its end or its room."""
         done = torch.zeros_like(self.rows, dtype=torch.bool)
         limit = tokens.shape[1]
         for t in range(limit):
             token, logp = draw_tokens(self.logits, uniform[self.rows, t], temperature)
             going = self.rows[~done]
             tokens[going, t], logps[going, t] = token[~done], logp[~done]
-            done = done | torch.isin(token, ends)
+            full = room[self.rows] == t + 1
+            done = done | torch.isin(token, ends) | full
             finished = int(done.sum())
             if finished == len(done) or t == limit - 1:
                 return
-            if self.selectable and finished >= COMPACT_SHARE * len(done):
+            # A row with no room left leaves at once: of positions beyond, nobody asked whether the model has them.
+            if self.selectable and (finished >= COMPACT_SHARE * len(done) or bool(full.any())):
                 keep = (~done).nonzero()[:, 0]
                 self.select(keep)
                 self.rows, token, done = self.rows[keep], token[keep], done[keep]

@@ -89,6 +89,11 @@ class JsonLines:
         return problems, held_out
 
     @property
+    def held_out_problems(self) -> list[Problem]:
+        """Those held out."""
+        return self.problems[1]
+
+    @property
     def chats(self) -> bool:
         """Whether there are messages, so that a chat template is needed."""
         return any(problem.messages is not None for part in self.problems for problem in part)

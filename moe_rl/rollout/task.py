@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any, Protocol, runtime_checkable
 
 HELD_OUT_SHARE = 0.1
@@ -55,7 +56,9 @@ class Task(Protocol):
     - `chats`: true if its problems hold messages, so that a tokenizer without a chat template is refused early.
     - `reply(problem, transcript) -> str | None`: for several turns. `transcript` is everything after the prompt, end
       tokens of earlier turns included; the reply is appended (no loss, ratio or length counts its tokens) and the
-      policy goes on; None ends the conversation. `max_turns`: turns of the policy at most (4).
+      policy goes on; None or an empty text ends the conversation. `max_turns`: turns of the policy at most (4).
+    - `held_out_problems`: a list of all held-out problems, where there are few. Evaluation then repeats none before it
+      asked all; without it, held-out problems are drawn one by one by `problem`.
     - `rewards(problem, completion) -> dict[str, float]`: several rewards, the same names for every completion. For
       multi-reward advantages.
     - `identity`: as text, what makes it another task where a few problems do not show that. For kept cold starts and
@@ -154,9 +157,13 @@ def user_code(
 
 
 def problems_of(task: Any, rng: random.Random, count: int, held_out: bool = False) -> list[Problem]:
-    """So many problems of the task. Raises TaskError for whatever its code raises, and for what is no Problem."""
+    """So many problems of the task; those of a list (`held_out_problems`) in a random order, which begins again after
+    all of them. Raises TaskError for whatever its code raises, and for what is no Problem."""
     with user_code(task, "problem"):
-        drawn = [task.problem(rng, held_out=held_out) for _ in range(count)]
+        if held_out and (listed := getattr(task, "held_out_problems", None)):
+            drawn = list(islice(cycle(rng.sample(listed, len(listed))), count))
+        else:
+            drawn = [task.problem(rng, held_out=held_out) for _ in range(count)]
         for problem in drawn:
             if not isinstance(problem, Problem) or not isinstance(problem.prompt, str):
                 raise TaskError(f"expected a Problem whose prompt is a text, got {shortened(repr(problem))}")

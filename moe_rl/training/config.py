@@ -136,7 +136,9 @@ class RolloutConfig:
     to the policy that sampled. With `objective: grpo_decoupled` it is AReaL's objective (arXiv 2505.24298)."""
     segment: int | None = None
     """Partial rollouts: a response is written this many tokens at a time, and after each step of training the new
-    weights go on with it, so that several versions of the weights write one response (every token's is kept). Old
+    weights go on with it, so that several versions of the weights write one response (every token's is kept). Each
+    step begins one batch and trains on the oldest: batches that wait never become fewer, so that one long response
+    makes all later batches as old, those of short responses, too (`version_age`). Old
     log-probabilities, and the routes that R2 replays, are those of the weights with which the batch's first update
     begins; R3 replays each token's route as it was when the token after it was written. None: one version writes
     all."""
@@ -262,7 +264,8 @@ class EvalConfig:
     every: int = 10
     """Steps between evaluations (0: never). The first and the last policy are always evaluated."""
     prompts: int = 128
-    """Held-out prompts, the same at every evaluation, in every arm and seed."""
+    """Held-out prompts, the same at every evaluation, in every arm and seed. Those of a file (task `jsonl`) are taken
+    without repeats, in one random order; if there are fewer, from its beginning again."""
 
 
 @dataclass(frozen=True)

@@ -75,16 +75,19 @@ class SyncGuard:
         temperature: float,
         build: Callable[[], Engine],
         worst: Callable[[float], float] = float,
+        batch_size: int | None = None,
     ):
         """Calibrates and tests the sync; `model` and `engine` hold the same weights. `build` makes such an engine anew,
         or this one.
         Of several ranks each has an engine; `worst` is the largest of what they found, so that all find the same.
+        `batch_size`: responses of the probe that one call scores, None: all.
 
         Raises:
             EngineError: the two disagree by more than the engine's `tolerance` allows; a tensor does not arrive.
         """
         self.engine, self.model, self.probe, self.temperature = engine, model, probe, temperature
         self.build, self.worst = build, worst
+        self.parts = torch.arange(len(probe)).split(batch_size or len(probe))
         loaded = self._engine_logps()
         self.gap = self.worst(self._distance(loaded, self._model_logps()))
         if not self.gap <= engine.tolerance.most:
@@ -118,7 +121,7 @@ class SyncGuard:
         """Whether an engine that never was synced says the same, up to what two calls of one engine differ by."""
         fresh = self.build()
         try:
-            same = self._largest(fresh.logps(self.probe, self.temperature), synced) <= 2 * self.noise  # not if NaN
+            same = self._largest(self._in_parts(fresh.logps), synced) <= 2 * self.noise  # not if NaN
             return not self.worst(float(not same))
         finally:
             if fresh is not self.engine:
@@ -168,11 +171,14 @@ class SyncGuard:
             )
 
     def _engine_logps(self) -> Tensor:
-        return self.engine.logps(self.probe, self.temperature)
+        return self._in_parts(self.engine.logps)
 
     def _model_logps(self) -> Tensor:
         self.model.eval()
-        return forward_logps(self.model, self.probe, self.temperature)
+        return self._in_parts(partial(forward_logps, self.model))
+
+    def _in_parts(self, logps: Callable[[Rollout, float], Tensor]) -> Tensor:
+        return torch.cat([logps(self.probe.rows(rows), self.temperature) for rows in self.parts])
 
     def _largest(self, a: Tensor, b: Tensor) -> float:
         return float((a - b)[self.probe.completion_mask].abs().max())
@@ -218,8 +224,10 @@ def guard_of(
     task: Any,
     max_new_tokens: int,
     ranks: Ranks,
+    batch_size: int | None = None,
 ) -> SyncGuard | None:
-    """The watch over an engine that has weights of its own; None where the model itself samples.
+    """The watch over an engine that has weights of its own; None where the model itself samples. `batch_size`: see
+    `SyncGuard`.
 
     Raises:
         EngineError: see `SyncGuard`.
@@ -230,7 +238,7 @@ def guard_of(
     anew = partial(rebuilt, engine, model) if is_sharded(model) else second
     build: Callable[[], Engine] = getattr(engine, "renewed", anew)
     probe = sync_probe(engine, task, max_new_tokens, config.temperature)
-    return SyncGuard(engine, model, probe, config.temperature, build, ranks.largest)
+    return SyncGuard(engine, model, probe, config.temperature, build, ranks.largest, batch_size)
 
 
 @torch.no_grad()

@@ -89,7 +89,8 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     for module in (policy, reference) if config.optim.share_prompts else ():
         if module is not None:
             check_shared_prompts(module)
-    guard = guard_of(engine, config.rollout, ranks.unwrap_model(policy), tokenizer, task, max_new_tokens, ranks)
+    whole, part = ranks.unwrap_model(policy), config.optim.micro_batch
+    guard = guard_of(engine, config.rollout, whole, tokenizer, task, max_new_tokens, ranks, part)
     if config.tracker and ranks.main:
         log.listener = start_tracker(ranks, config.tracker, folder, config, listener)
     state = State(

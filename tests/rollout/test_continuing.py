@@ -171,6 +171,41 @@ class Scripted:
         return "1;"
 
 
+@pytest.mark.parametrize("second", [None, ""])
+def test_a_conversation_that_has_ended_is_not_taken_up_again(monkeypatch, second):
+    ended = begun(model(), record=False)
+    ended = replace(ended, finished=torch.ones_like(ended.finished))
+    monkeypatch.setattr(
+        "moe_rl.rollout.continuing.extend", lambda _, told, **__: replace(told, finished=ended.finished)
+    )
+    asked = []
+
+    class Task:
+        name, max_turns = "fickle", 4
+
+        def reply(self, problem, transcript):
+            asked.append(transcript)
+            return second if len(asked) in (1, 7) else "1;"  # of 6 responses the first, then the second
+
+    class Ends:
+        def sample(self, problems, **_):
+            return ended
+
+    whole = in_turns(Ends(), Task(), TOKENIZER).sample(problems(), group_size=2, max_new_tokens=9)
+    told = whole.attention_mask.sum(1) - ended.attention_mask.sum(1)
+    assert told.tolist() == [0, 2, 6, 6, 6, 6] and len(asked) == 6 + 5 + 4
+
+
+def test_what_goes_on_ends_at_a_responses_room():
+    policy = model()
+    first = begun(policy)
+    calls = []
+    hook = policy.register_forward_pre_hook(lambda *_: calls.append(1))
+    whole = gone_on(policy, first, tokens=40, longest=5)
+    hook.remove()
+    assert len(calls) == 1 and bool((whole.lengths - first.lengths == (~first.finished).long()).all())
+
+
 def test_a_conversation_has_as_many_turns_as_the_task_says(monkeypatch):
     policy = model()
     rollout = begun(policy, record=False)

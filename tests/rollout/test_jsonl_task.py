@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from moe_rl.rollout import Problem, TaskConfig, TaskError, is_held_out, make_task
 from moe_rl.rollout.chat import as_problem, message_tokens
 from moe_rl.rollout.completions import encode_prompts
+from moe_rl.rollout.task import problems_of
 from moe_rl.rollout.verifiers import MathVerify, exact_match, last_answer, last_boxed
 
 TEMPLATE = (
@@ -69,6 +70,19 @@ def test_a_file_of_prompts_is_a_task_with_a_held_out_tenth(sums):
     wrong = sum(made.demonstration(problem, rng, 0.5) != "6" for _ in range(200))
     assert 70 < wrong < 130  # half, but for the chance of drawing the same line
     assert not made.chats
+
+
+def test_held_out_lines_are_evaluated_without_repeats_and_in_one_order(sums):
+    made = task(sums)
+    held_out = made.problems[1]
+    n = len(held_out)
+
+    def asked(count):
+        return problems_of(made, random.Random("held-out"), count, held_out=True)
+
+    assert sorted(p.prompt for p in asked(n)) == sorted(p.prompt for p in held_out) and asked(n) != held_out
+    assert asked(2 * n + 1) == asked(n) * 2 + asked(1) and asked(n - 1) == asked(n)[:-1]
+    assert asked(n)[0] in held_out and len(problems_of(made, random.Random(0), 500)) == 500, "training ones are drawn"
 
 
 def test_instruction_and_chat_reach_the_prompt(sums):

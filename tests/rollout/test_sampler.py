@@ -130,6 +130,29 @@ def test_a_row_does_not_depend_on_what_is_decoded_with_it(change, monkeypatch):
     assert torch.equal(other.routes.ids[:rows, shift : shift + width].sort(-1).values, ids.sort(-1).values)
 
 
+@pytest.mark.parametrize("change", ["as ever", "no selection", "chunks of 3"])
+def test_a_row_is_decoded_up_to_its_room(change, monkeypatch):
+    """Tokens in it are the same, and the model is not asked for positions beyond, where rows can leave the batch."""
+    if change == "no selection":
+        monkeypatch.setattr(engine, "_selectable", lambda cache: False)
+    sampler = engine.ModelEngine(MODEL, TOKENIZER, 3 if change == "chunks of 3" else None)
+    prompts, mask = completions.encode_prompts(TOKENIZER, PROMPTS)
+    uniform = torch.rand(len(prompts), 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    parts = prompts, mask, torch.arange(len(prompts)), uniform, torch.tensor([-5]), 1.0, False  # nothing ends a row
+    whole, logps, _ = sampler.decode(*parts)
+    room = torch.tensor([9, 5, 1, 2, 3])
+    fed = []
+    hook = MODEL.register_forward_pre_hook(lambda _, given, named: fed.append(named), with_kwargs=True)
+    tokens, others, _ = sampler.decode(*parts, room=room)
+    hook.remove()
+    inside = torch.arange(12) < room[:, None]
+    assert torch.equal(tokens, whole.masked_fill(~inside, completions.UNWRITTEN))
+    torch.testing.assert_close(others, logps * inside, atol=1e-4, rtol=0)
+    steps = [named["input_ids"].numel() for named in fed if named["input_ids"].shape[1] == 1]
+    assert len(steps) == {"chunks of 3": 8 + 2}.get(change, 8), "the last token that a row draws is not fed"
+    assert change == "no selection" or sum(steps) == int((room - 1).sum())
+
+
 def test_same_generator_same_rollout():
     first, again, other = draw(seed=3), draw(seed=3), draw(seed=4)
     assert torch.equal(first.input_ids, again.input_ids) and torch.equal(first.logps, again.logps)

@@ -8,8 +8,9 @@ import torch
 from micro import MICRO, logps, rows
 
 from moe_rl.measure.catalogue import find
+from moe_rl.rollout import engine
 from moe_rl.rollout.completions import unrouted_tokens
-from moe_rl.rollout.engine import ModelEngine
+from moe_rl.rollout.engine import ModelEngine, forward_logps
 from moe_rl.rollout.engine_config import check_routes
 from moe_rl.rollout.engines import EngineConfig, EngineError, HuggingFaceEngine
 from moe_rl.routing import RoutedExperts, RoutingError, replay_routes
@@ -61,6 +62,22 @@ def test_the_gap_of_a_sync_is_what_its_definition_says(state_of, tmp_path):
     apart = (of_engine - of_model).detach().abs()
     assert guard.gap == pytest.approx(float(apart.mean()), rel=1e-4) and 2 * apart.mean() < apart.max()
     assert find("engine", "sync_gap").definition.startswith("mean abs(log pi - log mu)")
+
+
+def test_the_sync_probe_is_scored_in_parts_of_a_micro_batch(state_of, tmp_path, monkeypatch):
+    sizes = []
+
+    def counted(model, part, temperature):
+        sizes.append(len(part))
+        return forward_logps(model, part, temperature)
+
+    whole = state_of(changed({"kind": "hf"}), tmp_path / "whole").sync_guard
+    monkeypatch.setattr(rollout_engine, "forward_logps", counted)
+    monkeypatch.setattr(engine, "forward_logps", counted)  # as ModelEngine.logps scores
+    parts = state_of(changed({"kind": "hf"}, micro_batch=3), tmp_path / "parts").sync_guard
+    assert set(sizes) == {3, 2} and sizes.count(3) == 2 * sizes.count(2), "of 8 responses 3, 3 and 2"
+    assert torch.equal(parts.probe.input_ids, whole.probe.input_ids)
+    assert parts.gap == pytest.approx(whole.gap, rel=0.05)  # sums of other shapes in bf16
 
 
 def test_r2_leaves_the_first_update_unaltered_and_r3_alters_it(state_of, tmp_path):
