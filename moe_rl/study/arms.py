@@ -9,6 +9,7 @@ import pandas as pd
 
 from moe_rl.settings import FREE, differences, flatten
 from moe_rl.study.data import StudyData, pooled_rate
+from moe_rl.study.words import two
 
 Result = TypeVar("Result")
 
@@ -123,5 +124,6 @@ def condition_label(data: StudyData, noise: float) -> str:
 
 def dose_label(data: StudyData, noise: float) -> str:
     """The measured dose of a noise in words, `39 % of slots re-routed`; empty where it was not measured."""
-    ends = dict.fromkeys(f"{100 * share:.0f}" for share in doses(data).get(noise, ()))
+    shares = [100 * share for share in doses(data).get(noise, ())]
+    ends = dict.fromkeys(f"{share:.0f}" if share >= 10 else two(share) for share in shares)
     return f"{'–'.join(ends)} % of slots re-routed" if ends else ""

@@ -116,7 +116,8 @@ class StudyData:
 
     @cached_property
     def _overview(self) -> pd.DataFrame:
-        return shown.overview(self.arms, self.rollouts, self.probes)
+        of_policy = {run.arm for run in self.runs if run.responses == "policy"}
+        return shown.overview(self.arms, self.rollouts, self.probes, of_policy)
 
     def rates(
         self, level: str = "slot", by: str | Sequence[str] = ("arm", "update"), table: str = "probes"

@@ -11,6 +11,7 @@ from moe_rl.study.summary import (
     POSITIONS,
     factor_table,
     in_run_variance,
+    independent_averaging,
     last_updates,
     noise_floor,
     routing_noise_ratios,
@@ -35,15 +36,15 @@ def _change(data: StudyData) -> Iterator[Statement]:
     def rate(part: pd.DataFrame, name: str) -> str:
         return f"{span(100 * pooled_rate(part, f'{name}s_changed', f'{name}s', 'arm'))} %"
 
-    ends = [rows[rows["update"] == rows["update"].agg(which)] for which in ("min", "max")]
-    when = [int(part["update"].iloc[0]) for part in ends]
-    text = f"Between old and new policy, {POSITIONS}, {rate(ends[0], 'slot')} of slots change after update {when[0]}"
-    if when[0] != when[1]:
-        text += f" of a step and {rate(ends[1], 'slot')} after update {when[1]}"
+    ends = _ends(rows)
+    (first, start), (last, end) = ends[0], ends[-1]
+    text = f"Between old and new policy, {POSITIONS}, {rate(start, 'slot')} of slots change after {first}"
+    if len(ends) > 1:
+        text += f" of a step and {rate(end, 'slot')} after {last}"
     others = [name for name in ("site", "token") if {f"{name}s_changed", f"{name}s"} <= set(rows)]
-    others = [name for name in others if ends[1][f"{name}s"].sum() > 0]
+    others = [name for name in others if end[f"{name}s"].sum() > 0]
     if others:
-        text += f"; after update {when[1]} that is {' and '.join(f'{rate(ends[1], n)} of {n}s' for n in others)}"
+        text += f"; after {last} that is {' and '.join(f'{rate(end, n)} of {n}s' for n in others)}"
     text += (
         " (range over the natural arms). The GSPO paper's “roughly 10 %” per update does not define its denominator; "
         "only the slot rate is set beside it."
@@ -128,24 +129,28 @@ def _averaging(data: StudyData) -> Iterator[Statement]:
     factors = factor_table(data)
     if factors.empty:
         return
-    length = data.rollouts["response_length"].mean() if "response_length" in data.rollouts else np.nan
     yield Statement(
         "Token against sequence",
         "In natural arms the variance of the token log-ratio over that of the sequence log-ratio is "
-        f"{_by_update(factors, 'averaging')}; independent tokens would give the mean response length, {length:.0f}. "
-        f"{_FACTOR_NOTE}",
+        f"{_by_update(factors, 'averaging')}; independent tokens would give "
+        f"{independent_averaging(data)[1]}. {_FACTOR_NOTE}",
     )
 
 
 def _by_update(factors: pd.DataFrame, name: str) -> str:
     """A factor after the first and the last update: range over arms of its medians, and of its ratios of means."""
-    parts = []
-    ends = dict.fromkeys(int(factors["update"].agg(which)) for which in ("min", "max"))
-    for update in ends:
-        rows = factors[factors["update"] == update]
-        factor = f"{span(rows[f'{name}_median'])} ({span(rows[f'{name}_of_means'])})"
-        parts.append(f"{factor} after update {update}")
-    return " and ".join(parts)
+    return " and ".join(
+        f"{span(rows[f'{name}_median'])} ({span(rows[f'{name}_of_means'])}) after {when}"
+        for when, rows in _ends(factors)
+    )
+
+
+def _ends(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The rows of the first update of a step and of every arm's last, each after its name; one where they are one."""
+    first, last = int(rows["update"].min()), last_updates(rows)
+    numbers = last["update"].astype(int).unique()
+    name = f"update {numbers[0]}" if len(numbers) == 1 else "the last update"
+    return list({f"update {first}": rows[rows["update"] == first], name: last}.items())
 
 
 _FACTOR_NOTE = (

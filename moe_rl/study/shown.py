@@ -1,7 +1,7 @@
 """What a study shows of itself in a notebook: an overview, rates of change, and what a metric's name means."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from html import escape
@@ -21,16 +21,19 @@ TABLES = ("probes", "updates", "engines", "floors")
 SYMBOLS = "r = new / old probability of a token, d = log r (nats), s = exp(mean of d over a sequence)"
 
 
-def overview(arms: pd.DataFrame, rollouts: pd.DataFrame, probes: pd.DataFrame) -> pd.DataFrame:
+def overview(
+    arms: pd.DataFrame, rollouts: pd.DataFrame, probes: pd.DataFrame, of_policy: Collection[str]
+) -> pd.DataFrame:
     """One row per arm: label, method, noise, runs, how many are finished, steps, the mean of the runs' final
-    rewards, and the share of expert slots that changed, pooled over its probes (NaN without)."""
+    rewards (NaN for arms that are not in `of_policy`: their responses are not their policy's), and the share of expert
+    slots that changed, pooled over its probes (NaN without)."""
     table = arms.assign(runs=arms["seeds"].map(len))[["label", "method", "noise", "runs", "finished"]]
     if not (table["noise"] > 0).any():
         table = table.drop(columns="noise")
     if len(rollouts):
         table["steps"] = (rollouts.groupby("arm", observed=True)["step"].max() + 1).reindex(table.index)
         final = rollouts.sort_values("step").groupby(["arm", "seed"], observed=True)["reward"].agg(final_value)
-        table["reward"] = final.groupby("arm", observed=True).mean().reindex(table.index)
+        table["reward"] = final.groupby("arm", observed=True).mean().reindex(table.index.intersection(list(of_policy)))
     if {"slots_changed", "slots"} <= set(probes):
         table["slot_change"] = rates(probes, "slot", ["arm"]).set_index("arm")["rate"].reindex(table.index)
     return table

@@ -128,6 +128,23 @@ def factor_table(data: StudyData) -> pd.DataFrame:
     return table.reset_index()
 
 
+def independent_averaging(data: StudyData) -> tuple[float, str]:
+    """What averaging would divide the variance of independent tokens by in natural arms, as a number and in words: the
+    harmonic mean length of the responses whose log-ratio was split. NaN where none was; it is at most the mean length.
+    """
+    natural, rows, rollouts = data.arms.index[data.arms["noise"] == 0], data.decompositions, data.rollouts
+    if {"harmonic_length", "sequences"} <= set(rows):
+        rows = rows.loc[rows["arm"].isin(natural), ["harmonic_length", "sequences"]].astype(float).dropna()
+        if (count := rows["sequences"].sum()) > 0:
+            length = float(count / (rows["sequences"] / rows["harmonic_length"]).sum())
+            return length, f"the harmonic mean length of the responses, {length:.1f}"
+    if "response_length" not in rollouts or not np.isfinite(
+        mean := rollouts.loc[rollouts["arm"].isin(natural), "response_length"].mean()
+    ):
+        return np.nan, "the harmonic mean length of the responses"
+    return np.nan, f"at most the mean length of the responses, {mean:.1f}"
+
+
 @per_study
 def change_rates(data: StudyData) -> pd.DataFrame:
     """Expert change after each update, as published: one row per arm and update.

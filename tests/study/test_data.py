@@ -313,6 +313,10 @@ def test_a_study_shows_itself(folder):
         data.rollouts.query("arm == 'gspo' and step != 3")["reward"].mean()
     )
     assert "<script" not in html and len(text.splitlines()) == len(ARMS) + 3
+    sft = {"method": {"objective": "sft"}}  # its rollouts are demonstrations
+    runs = tuple(replace(run, config={**run.config, **sft}) if run.arm == "gspo" else run for run in data.runs)
+    shown = replace(data, runs=runs)._overview
+    assert shown["reward"].isna()[["gspo", "grpo"]].tolist() == [True, False] and shown["steps"]["gspo"] == 6
 
 
 def test_rates_are_sums_over_sums(folder):

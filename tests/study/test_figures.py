@@ -303,3 +303,25 @@ def test_rewards_below_zero_are_not_cut_off(data, shift):
     low, high = figure.figure.axes[0].get_ylim()
     assert low <= study.rollouts["reward"].min() < study.rollouts["reward"].max() <= high
     assert reward(data).figure.axes[0].get_ylim()[0] == 0
+
+
+def test_the_interval_of_a_caption_is_that_of_the_values_not_of_the_folders(tmp_path):
+    arms, mixed = ("grpo", "gspo"), "95 % Student from 6 on, below that the range of the seeds"
+    folder = write_study(tmp_path / "s", arms, tuple(range(6)), 4, sequences=2, unfinished=(("gspo", 5),))
+    figure = FIGURES["final_reward"](load(folder))
+    assert "n = 6 seeds per arm; intervals, where" in figure.caption and mixed in figure.caption, "five pairs: a range"
+    assert "paired by seed over finished runs (pairs: 5)" in figure.own
+    under = "n = 6 seeds per arm; bar: 95 % Student from 6 seeds on, else their range"
+    assert figure.figure.get_supxlabel() == under
+    band = reward(load(folder))  # the band of GSPO is a range from step 2 on
+    assert mixed in band.caption and band.figure.get_supxlabel() == under.replace("bar", "band")
+    (folder / "gspo" / "seed5" / "metrics.jsonl").write_text("")
+    figure = FIGURES["final_reward"](load(folder))
+    assert "n = 5 seeds per arm (6 for GRPO); " in figure.caption and mixed in figure.caption
+    (folder / "grpo" / "seed5" / "metrics.jsonl").write_text("")
+    assert (
+        "n = 5 seeds per arm; bars and bands: the range of the 5 seeds" in FIGURES["final_reward"](load(folder)).caption
+    )
+    whole = load(write_study(tmp_path / "w", arms, tuple(range(6)), 4, sequences=2))
+    for name in ("final_reward", "reward"):
+        assert "n = 6 seeds per arm; intervals: 95 % Student over 6 seeds." in FIGURES[name](whole).caption

@@ -230,3 +230,30 @@ def _token_study(log_ratios):
          "logp_replayed": -2.0}
     )  # fmt: skip
     return data
+
+
+def test_a_mean_of_clipped_shares_is_of_the_shares_and_not_of_the_place_of_zero(data):
+    """Two seeds of three clip nothing: a third of the other's share, in a band that ends at the place of zero."""
+    rows = data.updates[(data.updates["arm"] == "grpo") & (data.updates["update"] == 1)]
+    updates = rows.assign(tokens=1000, clipped_tokens=np.where(rows["seed"] == 0, 30, 0))
+    ax = clipped_tokens(_with(data, updates=updates)).figure.axes[0]
+    line = next(line for line in ax.lines if line.get_label() == "GRPO")
+    assert line.get_ydata() == pytest.approx([0.01] * len(line.get_ydata()))
+    (band,) = ax.collections
+    ends = band.get_paths()[0].vertices[:, 1]
+    assert (ends.min(), ends.max()) == pytest.approx((0.01 / 4, 0.03))
+
+
+def test_independent_tokens_give_the_harmonic_length_of_natural_responses(data):
+    """Two responses of 2 and 6 tokens: 2 / (1/2 + 1/6) = 3, not 4; those under noise are not in the figure."""
+    rows = [("grpo", 1, 2.0), ("gspo", 1, 6.0), ("grpo_noise", 1, 100.0)]
+    split = pd.DataFrame(rows, columns=["arm", "sequences", "harmonic_length"]).assign(seed=0, step=0, update=1)
+    noisy = data.rollouts["arm"].isin(data.arms.index[data.arms["noise"] > 0])
+    rollouts = data.rollouts.assign(response_length=np.where(noisy, 100.0, 4.0))
+    known = variance_factors(_with(data, rollouts=rollouts, decompositions=split))
+    unknown = variance_factors(_with(data, rollouts=rollouts))
+    assert "averaging the harmonic mean length of the responses, 3.0 (dotted)." in known.caption
+    assert "averaging at most the mean length of the responses, 4.0." in unknown.caption
+    level = [[line.get_ydata()[0] for line in one.figure.axes[1].lines if len(line.get_xdata()) == 2]
+             for one in (known, unknown)]  # fmt: skip
+    assert level == [[1.0, pytest.approx(3.0)], [1.0]]

@@ -241,3 +241,24 @@ def test_rows_on_a_log_axis_are_geometric_means_as_their_caption_says(pair):
 def test_labels_that_differ_at_their_ends_differ_in_rows(wordy):
     ticks = [tick.get_text() for tick in FIGURES["final_reward"](wordy).figure.axes[0].get_yticklabels()]
     assert len(set(ticks)) == 3 and all("\n" in text and text.endswith(("grpo", "gspo", "sapo")) for text in ticks)
+
+
+def test_the_last_steps_of_a_row_are_those_of_each_run(crowd):
+    """A run that stopped earlier is in the mean of the last five steps, with its own."""
+    rollouts = crowd.rollouts.assign(response_length=10.0 * crowd.rollouts["seed"] + crowd.rollouts["step"])
+    short = (rollouts["arm"] == "grpo") & (rollouts["seed"] == 1)
+    figure = FIGURES["dynamics"](replace(crowd, rollouts=rollouts[~(short & (rollouts["step"] > 0))]))
+    column = next(ax for ax in figure.figure.axes if "response length" in ax.get_title(loc="left"))
+    means = np.concatenate([c.get_offsets()[:, 0] for c in column.collections if len(c.get_offsets()) == 14])
+    assert means[0] == pytest.approx((3.0 + 10.0) / 2), "steps 1 to 5 of seed 0, step 0 of seed 1"
+
+
+def test_what_is_not_drawn_of_many_arms_is_not_said(crowd, data):
+    assert (
+        "Thin lines" not in FIGURES["reward"](crowd).caption and "is drawn thin" not in FIGURES["reward"](crowd).caption
+    )
+    assert "Thin lines" in FIGURES["reward"](data).caption
+    assert all("Thin lines" not in FIGURES[name](data).caption for name in ("dynamics", "divergence"))
+    bands, rows = FIGURES["log_ratio_bands"](data), FIGURES["log_ratio_bands"](crowd)
+    assert "Median over seeds; log axis" in bands.caption and "log axis" not in rows.caption
+    assert "mean over the stored steps of a seed, then over seeds" in rows.caption

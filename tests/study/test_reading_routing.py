@@ -53,3 +53,31 @@ def test_reading_compares_clipping_without_dividing_by_zero():
     assert texts_of(arms, "Clipping", updates=updates.assign(clipped_tokens=None)) == ""
     none = updates.assign(clipped_tokens=[0, 200])
     assert "GRPO clipped no token, so there is no ratio" in texts_of(arms, "Clipping", updates=none)
+
+
+def test_what_is_said_of_the_last_update_is_of_every_arm():
+    """GRPO makes four updates of a step, GSPO two."""
+    rows = [("grpo", 1, 10), ("grpo", 2, 20), ("grpo", 4, 40), ("gspo", 1, 10), ("gspo", 2, 60)]
+    probes = pd.DataFrame(
+        [{"arm": arm, "seed": 0, "step": 0, "update": update, "slots_changed": changed, "slots": 1000,
+          "var_token_natural": float(changed), "var_token_replayed": 1.0, "var_sequence_natural": 1.0}
+         for arm, update, changed in rows]
+    )  # fmt: skip
+    study = replace(study_of({"grpo": (0.5,), "gspo": (0.5,)}), probes=probes)
+    assert "1 % of slots change after update 1 of a step and 4 to 6 % after the last update" in text_on(
+        study, "Expert change"
+    )
+    text = text_on(study, "Token against sequence")
+    assert "is 10 (10) after update 1 and 40 to 60 (40 to 60) after the last update; independent tokens" in text
+    one = replace(study, probes=probes[probes["update"] == 1])
+    assert "1 % of slots change after update 1 (range" in text_on(one, "Expert change")
+
+
+def test_a_dose_below_ten_per_cent_has_two_digits():
+    updates = pd.DataFrame(
+        [{"arm": "grpo_noise", "seed": 0, "step": 0, "update": 1, "slots_changed": 4, "slots": 1000}]
+    )
+    study = study_of({"grpo": (0.5,), "grpo_noise": (0.5,)}, updates=updates)
+    assert condition_label(study, 1.0) == "0.4 % of slots re-routed (noise σ = 1)"
+    more = replace(study, updates=updates.assign(slots_changed=352))
+    assert condition_label(more, 1.0) == "35 % of slots re-routed (noise σ = 1)"

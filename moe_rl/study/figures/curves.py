@@ -44,15 +44,19 @@ def pooled_tables(rows: pd.DataFrame, changed: str, total: str, x: str) -> dict[
     return seed_tables(rates.rename("rate").reset_index(), x, "rate")
 
 
-def over_seeds(table: pd.DataFrame, geometric: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean over the columns, and the lower and upper end of its interval; `geometric`: of the logarithms."""
+def over_seeds(
+    table: pd.DataFrame, geometric: bool = False, floor: float = -np.inf
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean over the columns, and the lower and upper end of its interval; `geometric`: of the logarithms. What is below
+    `floor` is set to it."""
     values = table.to_numpy(dtype=float)
     if geometric:
         with np.errstate(divide="ignore"):  # one zero makes the mean zero
             values = np.log(values)
     mean = pd.DataFrame(values).mean(axis=1).to_numpy()
     low, high = seed_band(values.T)
-    return (np.exp(mean), np.exp(low), np.exp(high)) if geometric else (mean, low, high)
+    mean, low, high = (np.exp(mean), np.exp(low), np.exp(high)) if geometric else (mean, low, high)
+    return np.maximum(mean, floor), np.maximum(low, floor), np.maximum(high, floor)
 
 
 def summarise(table: pd.DataFrame, geometric: bool = False, **labels: Any) -> pd.DataFrame:
@@ -73,11 +77,12 @@ def draw_seeds(
     thin: bool = True,
     scale: float | int = 1,
     geometric: bool = False,
+    floor: float = -np.inf,
     **line: Any,
 ) -> Line2D:
     """Mean over seeds and the band of their interval (`over_seeds`); thin lines for few seeds."""
     table = scale * table
-    mean, low, high = over_seeds(table, geometric)
+    mean, low, high = over_seeds(table, geometric, floor)
     x = table.index.to_numpy()
     every = max(1, len(x) // 8)
     start = (sum(map(ord, look.marker)) % every) if len(x) > 8 else 0  # stagger, so that markers do not hide each other
@@ -146,6 +151,7 @@ def curves(
     log: bool = False,
     geometric: bool = False,
     thin: bool = True,
+    floor: float = -np.inf,
     ylim: Limits = (None, None),
     above: float = 0.0,
 ) -> Curves:
@@ -153,30 +159,31 @@ def curves(
 
     `scale` multiplies what is drawn (100 for per cent), not the table. `geometric`: mean and interval of the
     logarithms, which a log axis of positive quantities needs (an interval of their mean may reach below 0).
-    `above`: inches left free above small panels, for a legend of what is drawn into them.
+    Means and bands are drawn at least at `floor`. `above`: inches left free above small panels, for a legend of what
+    is drawn into them.
     """
     frame = curve_frame(data, tables, quantity, geometric)
+    how: dict[str, Any] = {"scale": scale, "geometric": geometric, "floor": floor}
     if many(data):
         arms = drawn_arms(data, list(tables))
         figure, small = arm_grid(data, arms, above)
         looks, means = arm_looks(data, arms), {}
         for ax, arm in zip(small, arms, strict=True):
             marker = "" if len(tables[arm]) > 1 else "o"  # one point makes no line
-            line: dict[str, Any] = {"scale": scale, "geometric": geometric, "marker": marker, "ls": "-", "lw": 1.3}
-            draw_seeds(ax, tables[arm], looks[arm][0], "", thin=False, **line)
+            draw_seeds(ax, tables[arm], looks[arm][0], "", thin=False, marker=marker, ls="-", lw=1.3, **how)
             ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-            means[arm] = pd.Series(over_seeds(scale * tables[arm], geometric)[0], tables[arm].index)
+            means[arm] = pd.Series(over_seeds(scale * tables[arm], geometric, floor)[0], tables[arm].index)
         same_axes(small, ylim, log)
         grey_background(figure, small, means)
         label_grid(figure, small, xlabel, ylabel, "grey: all other arms", above)
         return Curves(figure, [(ax, (arm,)) for ax, arm in zip(small, arms, strict=True)], frame)
     figure, axes, each = condition_panels(data, 1.9)
     for i, (ax, one) in enumerate(zip(axes[0], each, strict=True)):
-        draw_arms(ax, data, one.arms, tables, thin=thin, scale=scale, geometric=geometric)
+        draw_arms(ax, data, one.arms, tables, thin=thin, **how)
         if one.stand_in in tables:  # by construction the replay run under noise: its mean, pale
             look, label = arm_looks(data, [str(one.stand_in)])[str(one.stand_in)]
             table, style = scale * tables[str(one.stand_in)], {"ls": look.dash, "lw": 0.9, "alpha": 0.6}
-            mean = over_seeds(table, geometric)[0]
+            mean = over_seeds(table, geometric, floor)[0]
             ax.plot(table.index, mean, color=look.colour, label=f"{label}, its natural run", **style)
         step_axis(ax, xlabel if ax.xaxis.get_tick_params().get("labelbottom", True) else "")
         if not i % 3:

@@ -1,6 +1,7 @@
 """Sentences that several captions share. The report prints them once; a figure's own caption ends with them."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pandas as pd
 
@@ -33,35 +34,37 @@ def noise_note(data: StudyData) -> str:
     return NOISE if (data.arms["noise"] > 0).any() else ""
 
 
-def seeds_note(data: StudyData, runs: Runs, interval: bool) -> str:
-    """How many seeds, what the interval is, and which runs are unfinished."""
+def seeds_note(data: StudyData, runs: Runs, interval: bool, counts: Sequence[int] = ()) -> str:
+    """How many seeds, what the interval is, and which runs are unfinished. `counts`: values of further intervals."""
     usual, others = _counts(data, runs)
     n = f"n = {usual} seed{'s' if usual > 1 else ''} per arm"
     n += f" ({', '.join(f'{k} for {label}' for label, k in others.items())})" if others else ""
-    parts = [n, interval_note(usual, others.values())] if interval else [n]
+    parts = [n, interval_note(usual, [*others.values(), *counts])] if interval else [n]
     if data.unfinished:
         names = ", ".join(run.name for run in data.unfinished)
         parts.append(f"unfinished runs included as far as they got: {names}")
     return "; ".join(parts) + "."
 
 
-def seeds_words(data: StudyData, runs: Runs, mark: str) -> str:
-    """The line under a figure: n, and what its bars or bands are."""
+def seeds_words(data: StudyData, runs: Runs, mark: str, counts: Sequence[int] = ()) -> str:
+    """The line under a figure: n, and what its bars or bands are; `counts` as in `seeds_note`."""
     usual, others = _counts(data, runs)
-    if mark and several_kinds(usual, others.values()):
-        return f"n = {usual} in most arms; {mark}: 95 % Student from {FEWEST} seeds on, else their range"
-    words = f"n = {usual} seed{'s' if usual > 1 else ''} per arm" + (" (fewer or more in some)" if others else "")
+    words = f"n = {usual} seed{'s' if usual > 1 else ''} per arm"
+    if mark and several_kinds(usual, [*others.values(), *counts]):
+        words = f"n = {usual} in most arms" if others else words
+        return f"{words}; {mark}: 95 % Student from {FEWEST} seeds on, else their range"
+    words += " (fewer or more in some)" if others else ""
     if not mark or usual < 2:
         return words
     return f"{words}; {mark}: " + ("95 % Student interval over seeds" if usual >= FEWEST else "their range")
 
 
-def lines_note(data: StudyData) -> str:
-    """What the lines of curves are."""
+def lines_note(data: StudyData, thin: bool = True) -> str:
+    """What the lines of curves are; `thin`: whether those of few seeds are drawn."""
     most = int(data.arms["seeds"].map(len).max())
     if most == 1:
         return "One line per run."
-    return LINES if most > THIN_LINES else "Thin lines: seeds; thick: their mean."
+    return "Thin lines: seeds; thick: their mean." if thin and most <= THIN_LINES else LINES
 
 
 def repeats(data: StudyData) -> set[str]:

@@ -29,7 +29,8 @@ from moe_rl.study.figures.style import GREY, NothingToDraw
 class Drawing:
     """What a figure's function returns: the picture, the table of what is in it, sentences that only the data could
     tell (`said`, after the caption), how the interval over seeds is drawn ("band", "bar", or nothing), notes besides
-    the registered ones, and further tables by name."""
+    the registered ones, further tables by name, the runs that are drawn where `needs` does not tell them, and of how
+    many values intervals are that are not of an arm's runs (of bands the column `n` of the table says it)."""
 
     figure: Figure
     frame: pd.DataFrame
@@ -37,6 +38,14 @@ class Drawing:
     interval: str = ""
     notes: tuple[str, ...] = ()
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    runs: Runs | None = None
+    counts: Sequence[int] = ()
+
+    def numbers(self) -> Sequence[int]:
+        """Of how many values intervals are: `counts`, and of bands, in which runs may end, at every point."""
+        if self.interval != "band" or not {"arm", "n"} <= set(self.frame):
+            return self.counts
+        return [*self.counts, *self.frame.loc[self.frame["arm"].notna(), "n"].dropna().astype(int).unique()]
 
 
 @dataclass(frozen=True)
@@ -60,10 +69,11 @@ class Registered:
             drawn = self.draw(data)
             if not isinstance(drawn, Drawing):
                 raise TypeError(f"figure {self.name!r} must return a Drawing, got {type(drawn).__name__}")
-            words = seeds_words(data, runs, drawn.interval)
+            runs, counts = runs if drawn.runs is None else drawn.runs, drawn.numbers()
+            words = seeds_words(data, runs, drawn.interval, counts)
             drawn.figure.supxlabel(words, x=0.008, ha="left", fontsize=6.5, color=GREY)
         own = " ".join(part for part in (self.caption, drawn.said) if part)
-        notes = [*self.notes, *drawn.notes, noise_note(data), seeds_note(data, runs, bool(drawn.interval))]
+        notes = [*self.notes, *drawn.notes, noise_note(data), seeds_note(data, runs, bool(drawn.interval), counts)]
         shared = tuple(dict.fromkeys(note for note in notes if note))
         caption = " ".join((own, *shared))
         return StudyFigure(self.name, self.title, caption, drawn.figure, drawn.frame, own, shared, drawn.tables)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.curves import curve_frame, curves, pooled_tables
+from moe_rl.study.figures.curves import curves, pooled_tables
 from moe_rl.study.figures.notes import LINES
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import GREY, NothingToDraw, look_of
@@ -25,12 +25,12 @@ def clipped_tokens(data: StudyData) -> Drawing:
     tables = pooled_tables(data.updates, "clipped_tokens", "tokens", "step")
     if not tables:
         raise NothingToDraw("clipped_tokens: tokens is 0 in every update")
-    shares = np.concatenate([table.to_numpy(dtype=float).ravel() for table in tables.values()])
-    smallest = float(np.min(shares[shares > 0], initial=1.0)) if (shares > 0).any() else 1e-3
+    means = np.concatenate([table.mean(axis=1).to_numpy(dtype=float) for table in tables.values()])
+    smallest = float(np.min(means[means > 0], initial=1.0)) if (means > 0).any() else 1e-3
     decade = 10.0 ** np.floor(np.log10(smallest))
     floor = decade / 4  # the place of zero, between two powers of ten
-    shown = {arm: table.clip(lower=floor) for arm, table in tables.items()}
-    drawn = curves(data, shown, "clipped / response tokens", log=True, thin=False, ylim=(floor * 0.7, 1))
+    ylim = (floor * 0.7, 1)
+    drawn = curves(data, tables, "clipped / response tokens", log=True, thin=False, floor=floor, ylim=ylim)
     zeros = False
     for ax, arms in drawn.panels:
         for arm in arms:
@@ -47,4 +47,4 @@ def clipped_tokens(data: StudyData) -> Drawing:
                 ha="right", va="center", fontsize=7,
             )  # fmt: skip
     drawn.legend()
-    return Drawing(drawn.figure, curve_frame(data, tables), interval="band", notes=(LINES,))
+    return Drawing(drawn.figure, drawn.frame, interval="band", notes=(LINES,))

@@ -57,7 +57,7 @@ def divergence(data: StudyData) -> Drawing:
     for ax in axes[-1]:
         step_axis(ax)
     legend_above(drawn, axes)
-    return Drawing(drawn, frame, f"{lines_note(data)}{collapse_note(data)}{missing}", interval="band")
+    return Drawing(drawn, frame, f"{lines_note(data, thin=False)}{collapse_note(data)}{missing}", interval="band")
 
 
 def extreme_share(data: StudyData) -> pd.DataFrame:

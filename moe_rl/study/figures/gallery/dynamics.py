@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from moe_rl.study.curves import FINAL_STEPS
+from moe_rl.study.curves import FINAL_STEPS, final_value
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import collapse_note, curve_frame, draw_arms, mark_collapses, seed_tables
 from moe_rl.study.figures.layout import condition_panels, crowded
@@ -47,11 +47,11 @@ def dynamics(data: StudyData) -> Drawing:
     ]
     if crowded(data):
         columns = [
-            Column(words, [Dots.each(found[name], lambda table: table.tail(FINAL_STEPS).mean(), scale=scale)])
+            Column(words, [Dots.each(found[name], lambda table: table.apply(final_value), scale=scale)])
             for name in drawn_names
             for _, words, scale in [QUANTITIES[name]]
         ]
-        told.append(f"Mean of the last {FINAL_STEPS} steps; by step in the table.")
+        told.append(f"Mean of the last {FINAL_STEPS} steps of each run; by step in the table.")
         return Drawing(arm_rows(data, columns).figure, frame, " ".join(told), interval="bar")
     figure, axes, each = condition_panels(data, 1.35, rows=len(drawn_names))
     for line, name in zip(axes, drawn_names, strict=True):
@@ -62,7 +62,9 @@ def dynamics(data: StudyData) -> Drawing:
     for ax in axes[-1]:
         step_axis(ax)
     legend_above(figure, axes)
-    return Drawing(figure, frame, " ".join([lines_note(data) + collapse_note(data), *told]), interval="band")
+    return Drawing(
+        figure, frame, " ".join([lines_note(data, thin=False) + collapse_note(data), *told]), interval="band"
+    )
 
 
 def _flat(means: pd.Series) -> bool:

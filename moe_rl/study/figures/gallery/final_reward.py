@@ -38,9 +38,12 @@ def final_reward(data: StudyData) -> Drawing:
     if table["final"].isna().all():
         raise NothingToDraw("final_reward: no rollout has been recorded yet")
     table = table[table["final"].notna()]
-    finals = pd.DataFrame({row["arm"]: row["by_seed"] for row in table.to_dict("records")}).T
+    by_arm: dict[str, dict[int, float]] = {row["arm"]: row["by_seed"] for row in table.to_dict("records")}
+    finals = pd.DataFrame(by_arm).T
+    runs = {(arm, seed) for arm, seeds in by_arm.items() for seed, final in seeds.items() if np.isfinite(final)}
     pairs = [pair for pair in comparisons(data) if pair.result.n]
     pairs = pairs if len(pairs) <= MOST_PAIRS else []
+    counts = sorted({pair.result.n for pair in pairs})
     means = table.set_index("arm")["final"]
     many = len(table) > 12
 
@@ -54,14 +57,15 @@ def final_reward(data: StudyData) -> Drawing:
     said = ["Arms are sorted by their mean; with few seeds that is no ranking."] if many else []
     if pairs:
         _differences(drawn, data, pairs)
+        ends = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
         said += [
-            "Below: differences between arms, paired by seed, with mean and "
+            f"Below: differences between arms, paired by seed over finished runs (pairs: {ends}), with mean and "
             "interval; between the dotted lines they are too small to be of interest. ▸: higher or lower by the "
             "rules of the comparison, that is resolved from 0 and not too small to be of interest."
         ]
     frame = table.drop(columns=[name for name in table if str(name).endswith(("by_seed", "collapse_steps"))])
     tables = {"differences": comparison_table(data)} if pairs else {}
-    return Drawing(drawn.figure, frame, " ".join(said), interval="bar", tables=tables)
+    return Drawing(drawn.figure, frame, " ".join(said), interval="bar", tables=tables, runs=runs, counts=counts)
 
 
 def _numbers(drawn: Rows, table: pd.DataFrame, beside: float) -> None:

@@ -26,8 +26,8 @@ HISTOGRAMS = {
     title="Flips per token and slots per site.",
     caption=(
         "After the last update of each step, pooled over steps and seeds; log axis. Circles: the binomial with the "
-        "same mean, which independent flips would follow. “Variance ×”: variance of flips per token over that of the "
-        "binomial, mean over probes; above 1, flips cluster on tokens."
+        "same mean, which independent flips of one rate would follow. “Variance ×”: variance of flips per token over "
+        "that of independent sites with their own rates, mean over probes; above 1, flips cluster on tokens."
     ),
     needs={"probes": ["flips_histogram", "deviation_histogram"]},
     rank=90,
@@ -58,7 +58,7 @@ def flips_per_token(data: StudyData) -> Drawing:
     said = (floor or MISSING.format("of flips")).strip()
     if (many(data) or len(arms) > 2 * MANY) and "overdispersion" in rows:
         dots = Dots(by_seed(rows, "overdispersion"))
-        spreads = Column("variance of flips per token\n/ that of independent flips", [dots], lines=(1,))
+        spreads = Column("variance of flips per token\n/ that of independent sites", [dots], lines=(1,))
         few = "Of many arms only “variance ×” is drawn; the histograms are in the table."
         return Drawing(arm_rows(data, [spreads]).figure, frame, f"{few} {said}", interval="bar")
     columns = min(4, len(arms))

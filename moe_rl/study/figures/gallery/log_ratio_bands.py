@@ -21,8 +21,7 @@ QUANTILES = (0.5, 0.9, 0.99)
     title="Quantiles of the size of the token log-ratio.",
     caption=(
         "After the last update of the stored steps: size |log r| that 50 %, 90 % and 99 % of the response tokens stay "
-        "below; quantiles of each seed, median over seeds; log axis. Shades: live routing; dashed: the same tokens and "
-        "weights, replayed. A line below the axis is less than a millionth."
+        "below, quantiles of each seed; live routing, and the same tokens and weights replayed."
     ),
     needs={"tokens": ["old_logp", "logp_natural", "logp_replayed", "update"]},
     rank=130,
@@ -66,7 +65,11 @@ def log_ratio_bands(data: StudyData) -> Drawing:
     shades = [Patch(color=GREY, alpha=alpha, label=label) for alpha, label in ((0.5, "50–90 %"), (0.25, "90–99 %"))]
     dashed = Line2D([], [], color=INK, lw=0.9, ls=(0, (3, 1.5)), label="50, 90, 99 %, replayed")
     drawn.legend(handles=[*shades, dashed], loc="outside upper left", ncols=3, borderaxespad=0.3)
-    return Drawing(drawn, frame)
+    said = (
+        "Median over seeds; log axis. Shades: live routing; dashed: replayed. A line below the axis is less than a "
+        "millionth."
+    )
+    return Drawing(drawn, frame, said)
 
 
 def _bands(ax: Axes, of: dict[str, pd.DataFrame], colour: str) -> None:
@@ -91,5 +94,8 @@ def _rows(data: StudyData, by_seed: pd.DataFrame, frame: pd.DataFrame) -> Drawin
     dots = [Dots(table["natural"], "natural"), Dots(table["replayed"], "replayed", open=True)]
     drawn = arm_rows(data, [Column("|log r| that 99 % of tokens stay below, nats", dots)])
     drawn.axes[0].set_xlim(left=0)
-    said = "Of many arms only the 99 % quantile is drawn (mean over stored steps); the rest is in the table."
+    said = (
+        "Of many arms only the 99 % quantile is drawn: mean over the stored steps of a seed, then over seeds, with the "
+        "interval, on a linear axis; the table has all, as medians over seeds."
+    )
     return Drawing(drawn.figure, frame, said, interval="bar")

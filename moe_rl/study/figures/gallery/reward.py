@@ -3,7 +3,7 @@
 from moe_rl.study.arms import full_label
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import collapse_note, curves, mark_collapses, seed_tables
-from moe_rl.study.figures.layout import shown
+from moe_rl.study.figures.layout import many, shown
 from moe_rl.study.figures.notes import lines_note
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import reward_limits
@@ -23,8 +23,9 @@ def reward(data: StudyData) -> Drawing:
     for ax, arms in drawn.panels:
         mark_collapses(ax, data, arms)
     drawn.legend()
-    many = f"{int(rows['reward_n'].median())} responses a step. " if "reward_n" in rows else ""
-    natural = next((each.stand_in for each in shown(data) if each.stand_in), None)
+    responses = f"{int(rows['reward_n'].median())} responses a step. " if "reward_n" in rows else ""
+    grid = many(data)  # a panel for each arm has neither thin lines nor a stand-in
+    natural = None if grid else next((each.stand_in for each in shown(data) if each.stand_in), None)
     stands = (
         f" {full_label(data, natural)} never sees the noise: its run there is by construction its natural run, which "
         "is drawn thin."
@@ -33,5 +34,5 @@ def reward(data: StudyData) -> Drawing:
     )
     others = dict.fromkeys(full_label(data, run.arm) for run in data.runs if run.responses != "policy")
     foreign = f" {', '.join(others)}: rewards of responses that are not the policy's." if others else ""
-    said = f"{many}{lines_note(data)}{collapse_note(data)}{stands}{foreign}"
+    said = f"{responses}{lines_note(data, thin=not grid)}{collapse_note(data)}{stands}{foreign}"
     return Drawing(drawn.figure, drawn.frame, said, interval="band")

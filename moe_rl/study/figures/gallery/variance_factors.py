@@ -2,6 +2,7 @@
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from moe_rl.study.data import StudyData
@@ -11,7 +12,7 @@ from moe_rl.study.figures.notes import GEOMETRIC, PAIR
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows, by_seed
 from moe_rl.study.figures.style import GREY, PAGE, NothingToDraw, arm_looks, legend_above, log_y, panels
-from moe_rl.study.summary import factor_table, last_updates, probe_factors
+from moe_rl.study.summary import factor_table, independent_averaging, last_updates, probe_factors
 
 TITLES = {
     "replay": "what replay divides by:\nVar(log r) of tokens, natural / replayed",
@@ -25,8 +26,7 @@ SHORT = {"replay": "replay factor:\nnatural / replayed", "averaging": "averaging
     title="Replay and averaging factors.",
     caption=(
         "Natural arms only. For every seed the median over the probes of all steps of a ratio of two variances on the "
-        "same weights and tokens, then the mean over seeds. 1 (dotted): nothing is removed. Independent tokens would "
-        "give averaging the mean response length (dotted)."
+        "same weights and tokens, then the mean over seeds. 1 (dotted): nothing is removed."
     ),
     needs={"probes": ["var_token_natural", "var_token_replayed", "var_sequence_natural"]},
     rank=40,
@@ -44,10 +44,11 @@ def variance_factors(data: StudyData) -> Drawing:
     means = factor_table(data).rename(columns={f"{name}_of_means": name for name in TITLES})
     long = means.melt(["arm", "update"], list(TITLES), "factor", "of_means")
     frame = pd.concat(parts, ignore_index=True).merge(long, how="left", on=["arm", "update", "factor"])
-    length = float(data.rollouts["response_length"].mean()) if "response_length" in data.rollouts else np.nan
+    length, words = independent_averaging(data)
+    said = f"Independent tokens would give averaging {words}{' (dotted)' if np.isfinite(length) else ''}."
     lines = {"replay": [1.0], "averaging": [1.0, length] if np.isfinite(length) else [1.0]}
     if many(data):
-        return _rows(data, rows, lines, frame)
+        return Drawing(_rows(data, rows, lines), frame, said, interval="bar")
     drawn, (axes,) = panels(1, 2, 2.6, PAGE)
     looks = arm_looks(data, [str(arm) for arm in natural])
     for ax, (name, title) in zip(axes, TITLES.items(), strict=True):
@@ -65,11 +66,11 @@ def variance_factors(data: StudyData) -> Drawing:
     axes[0].set_ylabel("factor,\nmedian over steps")
     cross = Line2D([], [], color=GREY, ls="", marker="x", ms=4, mew=1, label="ratio of the mean variances")
     legend_above(drawn, axes, [cross])
-    said = "Crosses: the ratio of the mean variances, which large variances dominate."
+    said += " Crosses: the ratio of the mean variances, which large variances dominate."
     return Drawing(drawn, frame, said, interval="band")
 
 
-def _rows(data: StudyData, rows: pd.DataFrame, lines: dict[str, list[float]], frame: pd.DataFrame) -> Drawing:
+def _rows(data: StudyData, rows: pd.DataFrame, lines: dict[str, list[float]]) -> Figure:
     first, last = rows[rows["update"] == rows["update"].min()], last_updates(rows)
     columns = [
         Column(
@@ -83,4 +84,4 @@ def _rows(data: StudyData, rows: pd.DataFrame, lines: dict[str, list[float]], fr
         )
         for name in TITLES
     ]
-    return Drawing(arm_rows(data, columns).figure, frame, interval="bar")
+    return arm_rows(data, columns).figure
