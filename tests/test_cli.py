@@ -313,8 +313,8 @@ def test_bad_input_is_one_message(study, capsys, arguments, message):
 
 def test_a_path_begins_at_home_where_the_shell_leaves_that_to_us(study, monkeypatch, capsys, forks):
     home = Path.cwd() / "home"
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("USERPROFILE", str(home))
+    for name in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(name, str(home))
     main(["study", "micro.yaml", "--output=~/runs", "--arms", "grpo", "--workers", "1", "--no-figures"])
     main(["figures", "~/runs", "reward"])
     monkeypatch.setattr("moe_rl.study.figures.FIGURES", {"reward": FIGURES["reward"]})

@@ -39,8 +39,8 @@ def test_random_input_is_answered_or_refused(tmp_path, kind):
 
 
 def test_combinations_of_settings_run_and_go_on(tmp_path):
-    found = combined(10**6, 2, tmp_path)  # not those of the page
-    assert (found.cases, found.not_run + found.ran, found.wrong) == (2, 2, []) and found.settings > found.refused
+    found = combined(10**6, 3, tmp_path)  # not those of the page
+    assert (found.cases, found.not_run + found.ran, found.wrong) == (3, 3, []) and found.settings > found.refused
 
 
 def test_the_page_says_what_the_record_says(tmp_path):
