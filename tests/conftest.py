@@ -20,6 +20,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         importlib.import_module(name)
 
 
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # else one process ends alone with them
+
+
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
