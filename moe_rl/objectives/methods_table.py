@@ -31,7 +31,8 @@ the weight of RSPO's router shift enters. DPO learns from pairs and is in `moe_r
 
 Each goes with each kind of replay (`method.replay`): `none`; `R2`, the routes of the training engine's old policy; `R3`
 (arXiv:2510.11370), those of the rollout engine; `PR2` (PR², arXiv:2606.00395), predicted ones, as
-`moe_rl/training/predictor.py` defines them.
+`moe_rl/training/predictor.py` defines them. But for `sft` and `rft`, whose responses the current policy did not sample:
+`none` and `R2` alone.
 """
 
 _COLUMNS = (

@@ -2,9 +2,11 @@
 resolves to as data."""
 
 import dataclasses
+import re
 import types
 import typing
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import pytest
 import yaml
@@ -16,6 +18,7 @@ from moe_rl.rollout import TaskConfig, make_task
 from moe_rl.study.config import build, dump_run, parse_study
 from moe_rl.training import MethodConfig, RolloutConfig, RunConfig
 from moe_rl.training.method import overrides, resolve_method, resolved_objective
+from moe_rl.training.validation import validate
 
 OTHER = {
     "ratio": "sequence",
@@ -144,3 +147,18 @@ def test_the_command_line_refuses_what_is_none_of_them(words, capsys):
         parse(RunConfig, words, "moe-rl run", RunConfig())
     said = capsys.readouterr()
     assert words[1] in said.err + said.out
+
+
+def test_the_methods_page_says_which_of_them_do_not_go_with_every_replay():
+    refused = set()
+    for objective in PRESETS:
+        for replay in ("none", "R2", "R3", "PR2"):
+            try:
+                validate(build(RunConfig, {"method": {"objective": objective, "replay": replay}}, ""))
+            except ValueError as error:
+                assert "replay" in str(error), (objective, replay)
+                refused.add((objective, replay))
+    page = " ".join((Path(__file__).parents[2] / "docs/methods.md").read_text(encoding="utf-8").split())
+    methods, kinds = re.search(r"defines them\. But for (.*?), whose responses .*?: (.*?) alone", page).groups()
+    left = {"none", "R2", "R3", "PR2"} - set(re.findall(r"`(\w+)`", kinds))
+    assert refused == {(objective, replay) for objective in re.findall(r"`(\w+)`", methods) for replay in left}
