@@ -143,6 +143,7 @@ def run_chosen(parts: Sequence[Part], options: argparse.Namespace, name: str, he
     """Run the parts that `options.only` names, into record and page called `name`; whether all went well."""
     record, target = options.output / "results" / f"{name}.json", options.output / f"{name}.md"
     chosen = [part for part in parts if part.name in options.only]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a part started ends then, too
     well = run_parts(chosen, [part.name for part in parts], record, target, head)
     print(f"wrote {target}")
     return well

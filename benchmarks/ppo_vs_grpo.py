@@ -91,7 +91,7 @@ def main() -> None:
     torch.set_num_threads(1)
 
     tiny = TinyConfig(hidden_size=options.hidden, num_layers=options.layers)
-    base = RunConfig(model=ModelConfig(tiny=tiny, cold_start=None), probe=ProbeConfig(every=0))
+    base = RunConfig(model=ModelConfig(tiny=tiny, cold_start=None, device="cpu"), probe=ProbeConfig(every=0))
     with tempfile.TemporaryDirectory() as folder:
         states = {name: begin(replace(base, **arm), Path(folder) / name) for name, arm in ARMS.items()}
         sampler = states["grpo"]

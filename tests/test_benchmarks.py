@@ -2,10 +2,12 @@
 
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -105,6 +107,49 @@ def test_a_damaged_record_is_said_before_anything_is_measured(benchmark, tmp_pat
     with pytest.raises(SystemExit, match=r"r.json: not JSON .*; restore it, or remove it and measure all parts"):
         bench.run_parts([part], ["a"], record, tmp_path / "page.md", "# Head", say=lambda text: None)
     assert not ran.exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_what_a_part_started_ends_with_a_benchmark_that_is_ended(tmp_path):
+    import fcntl
+
+    part, lock = tmp_path / "part.py", tmp_path / "lock"
+    hang = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); time.sleep(120)"
+    part.write_text(hang.replace("time.sleep", "print('held', file=f, flush=True); time.sleep"))
+    program = f"""
+import argparse, bench_page, sys
+from pathlib import Path
+part = bench_page.Part("a", "A", "About.", {f"{part} {lock}"!r}, 120)
+options = argparse.Namespace(output=Path({str(tmp_path)!r}), only=["a"])
+bench_page.run_chosen([part], options, "page", "# Head")
+"""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths})
+    try:
+        while not (lock.exists() and lock.read_text()):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(60) == 143
+        with open(lock) as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the part is over, and let go of it
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("name", ["ppo_vs_grpo", "two_versions"])
+def test_cpu_seconds_are_of_policies_on_the_cpu(benchmark, monkeypatch, name):
+    """By default a policy goes to a GPU where there is one, and CPU time is then that of launching its kernels."""
+    if name == "two_versions":
+        assert benchmark(name).SETTINGS["model"]["device"] == "cpu"
+        return
+
+    def begin(config, folder):
+        raise RuntimeError(config.model.device)
+
+    monkeypatch.setattr(benchmark(name), "begin", begin)
+    with pytest.raises(RuntimeError, match="cpu"):
+        main_of(benchmark, monkeypatch, name)
 
 
 def main_of(benchmark, monkeypatch, name, *words):
