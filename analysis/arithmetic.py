@@ -62,15 +62,17 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args()
     torch.set_num_threads(1)  # tiny policies
+    named = [f"{arm.resolve().parent.name}: {arm.name}" for arm in options.arms]
+    if twice := sorted({name for name in named if named.count(name) > 1}):
+        parser.error(f"{', '.join(twice)}: two folders of this name would be one arm of the table; give one at a time")
     floors = []
-    for arm in options.arms:
+    for arm, name in zip(options.arms, named, strict=True):
         runs = sorted(done.parent for done in arm.glob("seed*/DONE"))
         if not runs:
             parser.error(f"{arm}: no finished run in it (seedN/DONE); expected the folder of one arm, runs/STUDY/ARM")
         for run in runs:
             print(run, file=sys.stderr)
-            about = {"arm": f"{arm.resolve().parent.name}: {arm.name}", "seed": run.name}
-            floors.append(floor_of(run, options.prompts).assign(**about))
+            floors.append(floor_of(run, options.prompts).assign(arm=name, seed=run.name))
     table = seed_means(pd.concat(floors), ["arm", "dtype", "variant"], QUANTITIES, interval=student_interval)
     print(table.to_string(index=False, float_format="%.3g"))
     if options.csv:

@@ -33,7 +33,7 @@ from moe_rl.rollout.engines import make_engine
 from moe_rl.rollout.task import problems_of
 from moe_rl.study.comparing import interest, pairs_to_compare, values_by_seed
 from moe_rl.study.data import StudyData, load
-from moe_rl.study.folders import read_yaml
+from moe_rl.study.folders import Run, read_yaml
 from moe_rl.study.result_tables import seed_means
 from moe_rl.study.statistics import compare_paired, judge, student_interval
 
@@ -116,13 +116,17 @@ def comparisons(
     return pd.concat(found, ignore_index=True) if pairs else pd.DataFrame()
 
 
+def _done(run: Run) -> bool:
+    return (run.folder / "DONE").is_file()
+
+
 def table_of(study: StudyData, arms: Sequence[str] | None, prompts: int, formats: Sequence[str]) -> pd.DataFrame:
     """`rewards` of every finished run of these arms (None: of all), with arm, seed and rounding."""
     engines = {name: quantised(name) for name in formats}
     rows = []
     for rounding, data in {"native": study, **study.roundings}.items():
         for run in data.runs:
-            if (run.folder / "DONE").is_file() and (arms is None or run.arm in arms):
+            if _done(run) and (arms is None or run.arm in arms):
                 print(run.folder, file=sys.stderr)
                 about = {"arm": run.arm, "seed": run.seed, "rounding": rounding}
                 rows.append({**about, **rewards(run.folder, prompts, engines)})
@@ -142,12 +146,14 @@ def main() -> None:
     parser.add_argument("--to", type=Path, metavar="DIR", help="also write the three tables here")
     options = parser.parse_args()
     torch.set_num_threads(1)  # tiny policies
-    study = load(options.study)
-    table = table_of(study, options.arms, options.prompts, options.formats)
-    if table.empty:
+    study, options.formats = load(options.study), list(dict.fromkeys(options.formats))
+    finished = {run.arm for data in (study, *study.roundings.values()) for run in data.runs if _done(run)}
+    lacking = [arm for arm in options.arms or () if arm not in finished]
+    if lacking or not finished:
         parser.error(
-            f"{options.study}: no finished run of {' or '.join(options.arms or ['any arm'])} in it (ARM/seedN/DONE)"
+            f"{options.study}: no finished run of {' or '.join(lacking or ['any arm'])} in it (ARM/seedN/DONE)"
         )
+    table = table_of(study, options.arms, options.prompts, options.formats)
     pairs = [pair for pair in pairs_to_compare(study) if set(pair) <= set(table["arm"])]
     tables = {
         "both_engines": table,

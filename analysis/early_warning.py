@@ -60,6 +60,8 @@ def main() -> None:
     parser.add_argument("--level", type=float, default=0.95, help="of the intervals, e.g. 0.99 (default: 0.95)")
     parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap (default: 1000)")
     options = parser.parse_args()
+    if not 0 < options.level < 1:
+        parser.error(f"--level {options.level:g}: expected a share between 0 and 1, e.g. 0.95")
     try:
         studies = [signals_of(folder, options.steps, options.rounding) for folder in options.folders]
         table = early_warning(studies, options.resamples, options.level)
@@ -67,6 +69,7 @@ def main() -> None:
         parser.exit(1, f"{error}\n")
     print(table.to_string(index=False, float_format="%.2f"))
     if options.csv:
+        options.csv.parent.mkdir(parents=True, exist_ok=True)
         table.to_csv(options.csv, index=False, float_format="%.6g", lineterminator="\n")
     if options.figures:
         save_figure(early_warning_figure(table, UPDATE_SIGNALS, options.level), options.figures)

@@ -3,10 +3,10 @@
     python analysis/length.py DIR --csv docs/results/old_tokens_length_slopes/slopes.csv
 
 Reads the committed tables of docs/results/old_tokens_length, so that it needs no runs. Prints the slopes that the study
-declared, for each rounding and for the mean of each seed over both (`pooled`, undeclared): of each seed's difference by
-least squares on log2 of the tokens of a response, their mean with Student's 95 % interval over seeds, and p of the
-exact sign-flip test after Holm over the four. Draws DIR/old_tokens_length as .pdf, .svg and .png and writes what is
-drawn beside them as CSV.
+declared, for each rounding and for the mean of each seed that has both (`pooled`, undeclared): of each seed's
+difference by least squares on log2 of the tokens of a response, their mean with Student's 95 % interval over seeds, and
+p of the exact sign-flip test after Holm over the four. Draws DIR/old_tokens_length as .pdf, .svg and .png and writes
+what is drawn beside them as CSV.
 """
 
 import argparse
@@ -55,8 +55,9 @@ def slopes_table() -> pd.DataFrame:
     for rounding in [*roundings, "pooled"]:
         family = []
         for name, values in found.items():
-            part = values.groupby(level=1).mean() if rounding == "pooled" else values.loc[rounding]
-            one = slopes(part)
+            seeds = values.dropna().groupby(level=1)  # with all lengths; pooled: under every rounding
+            whole = seeds.mean()[seeds.size() == len(roundings)]
+            one = slopes(whole if rounding == "pooled" else values.loc[rounding])
             interval = student_interval(one)
             about = {"rounding": rounding, "of": name, "n": interval.n}
             ends = {"slope": interval.estimate, "low": interval.low, "high": interval.high}

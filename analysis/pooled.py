@@ -6,8 +6,8 @@
 
 prints the mean with Student's 95 % interval over seeds; of two arms the differences are paired. It is no test, whether
 a study declared that comparison or not. A seed counts once: its values in a study and in its repetitions (--roundings,
-STUDY_intel) are averaged first, as in the tables `roundings`. Several studies count as independent: those that share
-seeds are refused.
+STUDY_intel) are averaged first, as many as it has; the tables `roundings` pool only the seeds that every rounding has.
+Several studies count as independent: those that share seeds are refused.
 """
 
 import argparse
@@ -30,6 +30,9 @@ def main() -> None:
     parser.add_argument("--of", choices=KINDS, default="final", help="of which reward (default: %(default)s)")
     parser.add_argument("--without-failed", action="store_true", help="leave out failed runs, and pairs with one")
     options = parser.parse_args()
+    folders = [name.split(":")[0] for name in options.names]
+    if twice := sorted({name for name in folders if folders.count(name) > 1}):
+        parser.error(f"{' and '.join(twice)}: named twice; of each seed the mean over other arms would be taken")
     how = options.of, options.roundings, options.without_failed
     try:
         found = pd.concat([published_values(RESULTS, name, *how) for name in options.names])

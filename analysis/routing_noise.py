@@ -2,9 +2,9 @@
 
     python analysis/routing_noise.py gspo_ordinary grpo_ordinary --steps 20 30
 
-prints the ratio of the routing parts (of tokens, after the last update of a step) that two arms leave: geometric mean
-over steps and seeds, with Student's 95 % interval of its logarithm over the seeds. Without arms: the medians of each
-arm's probes.
+prints the ratio of the routing parts (of tokens, after the last update that each arm makes in a step) that two arms
+leave: geometric mean over steps and seeds, with Student's 95 % interval of its logarithm over the seeds. Without arms:
+the medians of each arm's probes.
 """
 
 import argparse
@@ -15,13 +15,14 @@ import pandas as pd
 
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.study.statistics import student_interval
+from moe_rl.study.summary import last_updates
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 
 
 def ratio(probes: pd.DataFrame, arm: str, other: str, part: str = "routing") -> tuple[float, float, float, int]:
     """The variance of a part under `arm` over that under `other`: estimate, low, high, pairs."""
-    last = probes[probes["update"] == probes["update"].max()].set_index(["arm", "seed", "step"])
+    last = last_updates(probes).set_index(["arm", "seed", "step"])
     logs = np.log(last[f"token_var_{part}"]).groupby(["arm", "seed"]).mean()
     found = student_interval((logs[arm] - logs[other]).dropna().to_numpy()).exp()
     return found.estimate, found.low, found.high, found.n
@@ -40,6 +41,8 @@ def main() -> None:
         parser.error(f"--study {options.study}: there is no {file}")
     probes = pd.read_csv(file)
     probes = probes[probes["seed"].between(*options.seeds) & probes["step"].between(*options.steps)]
+    if probes.empty:
+        parser.error(f"{file} has no probe of these --seeds and --steps")
     if not options.arms:
         columns = ["token_share_routing", "averaging_routing"]
         print(probes.groupby("arm")[columns].median().to_string(float_format="%.3g"))

@@ -64,6 +64,7 @@ def main() -> None:
     for what, part in claims.groupby(claims["claim"].where(claims["claim"] == Verdict.EQUIVALENT, "higher or lower")):
         print(f"{what}: {part['fate'].value_counts().to_dict()}")
     if options.csv:
+        options.csv.parent.mkdir(parents=True, exist_ok=True)
         table.to_csv(options.csv, index=False, lineterminator="\n")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from moe_rl.study import StudyData, load
+from moe_rl.study.curves import TIE
 from moe_rl.study.data import declared_arms
 
 GAIN = 0.05
@@ -42,7 +43,7 @@ def choose(scores: pd.DataFrame) -> pd.DataFrame:
     for _, own in scores.groupby(level="method", sort=False):
         above = own - own.iloc[0]
         gain = above.mean(axis=1, skipna=False) * (1.0 if own.shape[1] >= FEWEST else float("nan"))
-        allowed = (above > 0).all(axis=1) & (gain >= GAIN)
+        allowed = (above > 0).all(axis=1) & (gain >= GAIN * (1 - TIE))
         best = own[allowed].mean(axis=1).idxmax() if allowed.any() else own.index[0]
         undecided = gain.isna() & ~(above <= 0).any(axis=1) & (own.index != own.index[0])
         parts.append(own.assign(gain=gain, open=undecided, chosen=own.index == best))

@@ -9,8 +9,9 @@ Qwen3-MoE of 3.4 M parameters with random weights (hidden 128, 4 layers, 16 expe
 one thread. Ours is `examples/grpo_replay.py`: sampling, a scoring pass that records the routes, four updates under
 replay, with transformers' experts, with `sorted_mm`, without that pass (old log-probabilities and routes are then those
 of decoding), and with updates in which responses share their prompt (`share_prompts`); TRL's has no routes. Each
-trainer runs in processes of its own, which take turns; a figure is the CPU time of the cycles after the first two, per
-cycle, and the ratio that of neighbouring processes.
+trainer runs in processes of its own, which take turns, with the C library's own handling of freed memory (the example
+does not change it, nor does TRL); a figure is the CPU time of the cycles after the first two, per cycle, and the ratio
+that of neighbouring processes.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import add_option, row, write
+from rows import add_option, check_rounds, row, write
 
 PROMPTS, GROUP, LENGTH, UPDATES, WARMUP = 8, 8, 24, 4, 2
 SIDES = ("trl", "ours", "ours, sorted_mm", "ours, sorted_mm, no scoring pass", "ours, all of these, shared prompts")
@@ -87,12 +88,9 @@ def learning_rate(ragged: bool) -> float:
 
 def ours(experts: str | None, scoring: bool, shared: bool, ragged: bool, cycles: int) -> list[float]:
     """CPU seconds at the end of each cycle."""
-    from moe_rl.processes import keep_freed_memory
-
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from grpo_replay import train
 
-    keep_freed_memory()
     model, tokenizer = parts(experts, ragged)
     if not ragged:
         tokenizer.eos_token = None
@@ -186,6 +184,7 @@ def main() -> None:
     add_option(parser)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    check_rounds(parser, options.rounds)
     if options.cycles <= WARMUP:
         parser.error(f"--cycles: more than {WARMUP}, which are not counted")
     if options.side:

@@ -4,7 +4,7 @@
     python benchmarks/bench.py [--output FOLDER] [--only cost experts ...] [--trl-python OTHER/bin/python]
 
 Each part runs in a process of its own with one thread. One that fails is said on the page, and the others go on; exit
-status 1 then. `--only` keeps what was recorded of the others.
+status 1 then. What was recorded of others stays: with `--only`, and of a part that lacks here what it needs.
 """
 
 import argparse

@@ -114,18 +114,22 @@ def run_parts(
     """Run parts one after the other, and write record and page after each; whether all went well.
 
     Args:
-        order: of all parts on the page. Those that are not run now stay as they are recorded.
+        order: of all parts on the page. Those that are not run now, or cannot run here, stay as they are recorded.
         record, target: the JSON file and the page.
         head: what the page begins with.
     """
     well, where = True, machine()  # before the page itself is a change to the checkout
+    measured = {part["name"] for part in recorded(record) if part["rows"]}  # read before hours are spent
     for part in parts:
         say(f"{part.name}: {part.command}")
         done = run_part(part)
         well = well and "error" not in done
         ended = done.get("skipped") or done.get("error", "").split("\n")[0] or f"{len(done['rows'])} rows"
         say(f"{part.name}: {ended} ({done['seconds']:.0f} s)")
-        write_atomic(target, page(head, keep(record, {**done, "machine": where}, order)))
+        if "skipped" in done and part.name in measured:
+            say(f"{part.name}: what was recorded of it stays")
+        else:
+            write_atomic(target, page(head, keep(record, {**done, "machine": where}, order)))
     return well
 
 
@@ -139,6 +143,7 @@ def run_chosen(parts: Sequence[Part], options: argparse.Namespace, name: str, he
     """Run the parts that `options.only` names, into record and page called `name`; whether all went well."""
     record, target = options.output / "results" / f"{name}.json", options.output / f"{name}.md"
     chosen = [part for part in parts if part.name in options.only]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a part started ends then, too
     well = run_parts(chosen, [part.name for part in parts], record, target, head)
     print(f"wrote {target}")
     return well
@@ -180,9 +185,17 @@ def described(parts: Sequence[dict[str, Any]]) -> str:
     return "\n".join(f"- {', '.join(names)}: {text}." for text, names in said.items())
 
 
+def recorded(record: Path) -> list[dict[str, Any]]:
+    """What a record holds; nothing where there is none. SystemExit where it cannot be read."""
+    try:
+        return json.loads(record.read_text()) if record.exists() else []
+    except ValueError as error:
+        raise SystemExit(f"{record}: not JSON ({error}); restore it, or remove it and measure all parts") from error
+
+
 def keep(record: Path, done: dict[str, Any], order: Sequence[str]) -> list[dict[str, Any]]:
     """Put a part into the record; all parts in `order`."""
-    known = {part["name"]: part for part in (json.loads(record.read_text()) if record.exists() else [])}
+    known = {part["name"]: part for part in recorded(record)}
     known[done["name"]] = done
     found = [known[name] for name in order if name in known]
     write_json(record, found)

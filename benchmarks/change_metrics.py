@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from rows import add_option, quartiles, row, write
+from rows import add_option, check_rounds, quartiles, row, write
 
 from moe_rl.routing.change import change_counts, changed_slots, site_change, slot_change
 from moe_rl.routing.packing import packed_dtype
@@ -37,6 +37,7 @@ CASES = {  # share of rows with one slot exchanged; or the noise, as a share of 
 }
 MAIN = "ascending, 10 %"  # the case of the slower functions and of the obvious ways
 NOISE = 0.011
+READ, READ_WIDE = "read both (floor)", "read both of int64 ids (floor)"
 
 
 def policies(case: str, tokens: int, sites: int, k: int, experts: int) -> Iterator[RoutedExperts]:
@@ -109,12 +110,13 @@ def methods(args: argparse.Namespace) -> tuple[dict[str, tuple[int, Callable[[],
             f"{case}: {change_counts(*part).rates()['site_change']:.1%} of sets differ, {same:.1%} of rows equal"
         )
         if not found:
-            found["read both (floor)"] = rows, lambda a=old, b=new: read_both(a.packed, b.packed)
+            found[READ] = rows, lambda a=old, b=new: read_both(a.packed, b.packed)
         found[f"change_counts, {case}"] = rows, lambda a=old, b=new: change_counts(a, b)
         if case == MAIN:
             least = few * args.sites
-            ids = [x.packed[:, : args.tokens // 4].long() for x in (old, new)]
+            ids = [x.packed[:, : max(1, args.tokens // 4)].long() for x in (old, new)]
             found |= {
+                READ_WIDE: (ids[0].numel() // args.k, lambda ids=ids: read_both(*ids)),
                 f"slot_change, {case}": (rows, lambda a=old, b=new: slot_change(a, b)),
                 f"site_change, {case}": (rows, lambda a=old, b=new: site_change(a, b)),
                 f"slot_change of int64 ids, {case}": (ids[0].numel() // args.k, lambda ids=ids: slot_change(*ids)),
@@ -140,6 +142,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     add_option(parser)
     args = parser.parse_args()
+    check_rounds(parser, args.rounds)
     torch.set_num_threads(1)
 
     calls, lines = methods(args)
@@ -157,9 +160,11 @@ def main() -> None:
     )
     print("\n".join(lines))
     print(f"{'':47}{'M rows/s':>9}{'quartiles':>18}{'x floor':>9}{'x python':>10}")
-    floor, python = times["read both (floor)"], times["python sets"]
+    python = times["python sets"]
     results = []
     for name, seconds in times.items():
+        reading = READ_WIDE if "int64" in name else READ  # what the call reads
+        floor = times[reading]
         middle = statistics.median(seconds)
         slow, fast = (1e-6 / x for x in reversed(quartiles(seconds)))
         over = statistics.median(a / b for a, b in zip(seconds, floor, strict=True))
@@ -167,8 +172,8 @@ def main() -> None:
         print(f"{name:47}{1e-6 / middle:9.1f}{slow:9.1f}{fast:9.1f}{over:9.1f}{faster:10.1f}")
         count = calls[name][0]
         what = f"{count:,} rows of {args.k} of {args.experts} experts; limit: reading both"
-        measured = {"the limit": calls["read both (floor)"][0], "the peer": calls["python sets"][0]}
-        scaled = [f"{side} from {rows:,} rows" for side, rows in measured.items() if rows != count]
+        measured = {"the limit": calls[reading][0], "the peer": calls["python sets"][0]}
+        scaled = [f"{side} from {n:,} rows" for side, n in measured.items() if n != count]
         note = f"{what}; {1e-6 / middle:.0f} M rows/s" + (f"; {', '.join(scaled)}, by the row" if scaled else "")
         whole, sets = [x * count for x in seconds], [x * count for x in python]
         results.append(row("change_metrics", name, whole, "python sets", sets, statistics.median(floor) * count, note))

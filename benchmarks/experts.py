@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from rows import add_option, row, write
+from rows import add_option, check_rounds, quartiles, row, write
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -96,8 +96,8 @@ def compare(what: str, candidates: dict[str, Callable[[], object]], rounds: int,
     rows = []
     for name in candidates:
         ratios = [t[name] / t["grouped_mm"] for t in times]
-        low, median, high = statistics.quantiles(ratios, n=4)
-        print(f"  {name:22} {median:6.2f}  [{low:.2f}, {high:.2f}]   {1e3 * medians[name]:9.2f} ms")
+        low, high = quartiles(ratios)
+        print(f"  {name:22} {statistics.median(ratios):6.2f}  [{low:.2f}, {high:.2f}]   {1e3 * medians[name]:9.2f} ms")
         if name not in ("grouped_mm", "floor"):
             mine, peer = ([t[key] for t in times] for key in (name, "grouped_mm"))
             rows.append(row("experts", f"{what}: {name}", mine, "grouped_mm", peer, medians.get("floor")))
@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_option(parser)
     args = parser.parse_args()
+    check_rounds(parser, args.rounds)
 
     register_experts()
     cuda = args.device.startswith("cuda")

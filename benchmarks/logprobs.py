@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rows import add_option, row, write
+from rows import add_option, check_rounds, row, write
 from torch import Tensor
 
 from moe_rl.measure.head import head_logps
@@ -137,15 +137,17 @@ def memory_of(name: str, sizes: tuple[int, int, int], dtype: str) -> tuple[int, 
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], rounds: int) -> tuple[dict[str, list[float]], list[float]]:
-    """CPU-time ratios to the first, round by round, and the first's own seconds."""
+    """CPU-time ratios to the first, round by round, and the first's own seconds. A round before them warms up."""
     ratios: dict[str, list[float]] = {name: [] for name in runs}
     base = []
-    for _ in range(rounds):
+    for number in range(rounds + 1):
         seconds = {}
         for name, run in runs.items():
             start = time.process_time()
             run()
             seconds[name] = time.process_time() - start
+        if not number:
+            continue
         first = next(iter(seconds.values()))
         base.append(first)
         for name, value in seconds.items():
@@ -225,8 +227,6 @@ def compare_tiny(rounds: int) -> list[dict[str, Any]]:
         (out.logps.sum() + (out.entropy.sum() if out.entropy is not None else 0)).backward()
 
     runs = {"log_softmax + gather": plain, "moe_rl": ours, "moe_rl, with entropy": lambda: ours(entropy=True)}
-    for run in runs.values():
-        run()
     ratios, base = interleaved(runs, rounds)
     print("batch 64 x 36, 25 completion tokens each, H 48, 4 layers, 16 experts, V 28; forward and backward")
     for name, values in ratios.items():
@@ -250,6 +250,9 @@ def main() -> None:
     if options.measure:
         measure_memory(options.measure, sizes, getattr(torch, options.dtype))
         return
+    check_rounds(parser, options.rounds)
+    if options.tokens < 1 or options.tokens % SEQUENCES:
+        parser.error(f"--tokens: a multiple of {SEQUENCES}, the sequences that they come in; got {options.tokens}")
     torch.set_num_threads(1)
     rows = compare_tiny(options.rounds) if options.tiny else compare_heads(sizes, options.dtype, options.rounds)
     write(options.json, rows)

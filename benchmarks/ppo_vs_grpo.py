@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import add_option, row, write
+from rows import add_option, check_rounds, row, write
 from torch.profiler import ProfilerActivity, profile
 
 from moe_rl.policy.models import ModelConfig
@@ -87,10 +87,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     add_option(parser)
     options = parser.parse_args()
+    check_rounds(parser, options.rounds)
     torch.set_num_threads(1)
 
     tiny = TinyConfig(hidden_size=options.hidden, num_layers=options.layers)
-    base = RunConfig(model=ModelConfig(tiny=tiny, cold_start=None), probe=ProbeConfig(every=0))
+    base = RunConfig(model=ModelConfig(tiny=tiny, cold_start=None, device="cpu"), probe=ProbeConfig(every=0))
     with tempfile.TemporaryDirectory() as folder:
         states = {name: begin(replace(base, **arm), Path(folder) / name) for name, arm in ARMS.items()}
         sampler = states["grpo"]

@@ -5,8 +5,8 @@
 
 Sizes in memory and on the wire are arithmetic; those on disk are of route tables (`moe_rl.training.route_tables`) of
 random routers: logits of a token's own, a bias for each expert and site, which makes some busier than others, and for
-the new policy noise that exchanges an expert in about a tenth of the rows. Speeds are bytes of packed ids per second of
-CPU time of one thread.
+the new policy noise that exchanges an expert in about a tenth of the rows. Speeds are bytes of the packed ids that are
+written or come back per second of CPU time of one thread.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rows import add_option, row, write
+from rows import add_option, check_rounds, row, write
 
 from moe_rl.routing import RoutedExperts, change_counts
 from moe_rl.routing.codec import exchange_bits, set_bits
@@ -42,6 +42,9 @@ class Shape:
     k: int = 8
 
 
+SEQUENCES = 4  # of a file
+PART = {"read one of four sequences": lambda shape: SEQUENCES, "read one site": lambda shape: shape.sites}
+"""What gives back one part of so many."""
 SHAPES = (Shape("Qwen3-30B-A3B", 48, 48, 128), Shape("DeepSeek-V3", 61, 58, 256))
 
 
@@ -64,7 +67,7 @@ def shipped(shape: Shape) -> dict[str, float]:
 def two_policies(shape: Shape, tokens: int) -> tuple[RoutedExperts, RoutedExperts]:
     g = torch.Generator().manual_seed(0)
     names = [f"model.layers.{index}.mlp.gate" for index in range(shape.layers - shape.sites, shape.layers)]
-    scores = torch.randn(4, tokens // 4, shape.sites, shape.experts, generator=g)
+    scores = torch.randn(SEQUENCES, tokens // SEQUENCES, shape.sites, shape.experts, generator=g)
     scores += 0.4 * torch.randn(shape.sites, shape.experts, generator=g)
     old = RoutedExperts(scores.topk(shape.k).indices, names, shape.experts)
     scores += NOISE * torch.randn(scores.shape, generator=g)
@@ -134,6 +137,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table into docs/scaling.md")
     add_option(parser)
     options = parser.parse_args()
+    check_rounds(parser, options.rounds)
+    if odd := [n for n in options.tokens if n < 1 or n % SEQUENCES]:
+        parser.error(f"--tokens: of {SEQUENCES} sequences of one length, got {', '.join(map(str, odd))}")
     torch.set_num_threads(1)
     found: dict[int, list[dict[str, float]]] = {}
     results = []
@@ -142,11 +148,12 @@ def main() -> None:
         found.setdefault(tokens, []).append(sizes)
         size = tokens * shape.sites * shape.k * packed_dtype(shape.experts).itemsize
         for name, times in seconds.items():
-            speed = size / 1e6 / statistics.median(times)
+            megabytes = size / 1e6 / PART.get(name, lambda shape: 1)(shape)
+            speed = megabytes / statistics.median(times)
             name = f"{shape.name}, {tokens:,} tokens: {name}"
-            print(f"{name:56} {1e3 * statistics.median(times):8.1f} ms {speed:8.0f} MB/s of all ids")
+            print(f"{name:56} {1e3 * statistics.median(times):8.1f} ms {speed:8.0f} MB/s")
             results.append(
-                row("route_storage", name, times, note=f"{size / 1e6:.1f} MB of packed ids, {speed:.0f} MB/s")
+                row("route_storage", name, times, note=f"{megabytes:.3g} MB of packed ids, {speed:.0f} MB/s")
             )
     lines = table(found)
     print("\n".join(lines))

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 import transformers
 from models import qwen3_moe
-from rows import add_option, quartiles, row, write
+from rows import add_option, check_rounds, quartiles, row, write
 from transformers import Qwen3MoeForCausalLM
 
 from moe_rl.routing import attach, record_routes, replay_routes
 
 LAYERS = 4
+LENGTH = 64  # of a row of tokens
 VARIANTS = ("plain", "plain again", "idle", "record", "replay")
 
 
@@ -66,7 +67,7 @@ def small_model() -> Any:
 @torch.no_grad()
 def measure(model: Any, timed: Timed, tokens: int, rounds: int) -> dict[str, list[float]]:
     """Seconds per call of each round, by variant."""
-    ids = torch.randint(0, 64, (max(1, tokens // 64), min(tokens, 64)))
+    ids = torch.randint(0, 64, (max(1, tokens // LENGTH), min(tokens, LENGTH)))
 
     def forward() -> None:
         model(ids, use_cache=False, logits_to_keep=1)
@@ -97,6 +98,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     add_option(parser)
     options = parser.parse_args()
+    check_rounds(parser, options.rounds, 4)  # quartiles
+    if odd := [n for n in options.tokens if n < 1 or (n > LENGTH and n % LENGTH)]:
+        parser.error(f"--tokens: up to {LENGTH}, or rows of {LENGTH}; got {', '.join(map(str, odd))}")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 from models import qwen3_moe
-from rows import add_option, row, write
+from rows import add_option, check_rounds, row, write
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.routing import attach, record_routes, replay_routes
@@ -59,6 +59,7 @@ def main() -> None:
     arguments.add_argument("--no-gpu", action="store_true", help="CPU part only")
     add_option(arguments)
     options = arguments.parse_args()
+    check_rounds(arguments, options.rounds, 4)  # quartiles
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     random.seed(0)

@@ -20,6 +20,12 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results, one JSON object a line")
 
 
+def check_rounds(parser: argparse.ArgumentParser, rounds: int, least: int = 1) -> None:
+    """Refuse fewer rounds than the figures need, before anything is measured."""
+    if rounds < least:
+        parser.error(f"--rounds: at least {least}, got {rounds}")
+
+
 def row(
     benchmark: str,
     case: str,

@@ -24,7 +24,7 @@ import yaml
 
 WARMUP = 2
 SETTINGS: dict[str, Any] = {
-    "model": {"tiny": {"router_init_scale": 0.1}, "cold_start": {"steps": 60}},
+    "model": {"tiny": {"router_init_scale": 0.1}, "cold_start": {"steps": 60}, "device": "cpu"},
     "task": {"name": "mod_chain"},
     "method": {"objective": "grpo", "replay": "R2"},
     "rollout": {"prompts": 32, "group_size": 8},

@@ -2,10 +2,12 @@
 
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -84,6 +86,154 @@ def test_parts_that_are_not_run_again_stay(benchmark, tmp_path):
     again = bench.keep(tmp_path / "r.json", {"name": "a", "rows": [ROW, ROW]}, order)
     assert [len(part["rows"]) for part in again] == [2, 1, 0]
     assert again == json.loads((tmp_path / "r.json").read_text())
+
+
+def test_a_part_that_cannot_run_here_stays_as_it_was_recorded(benchmark, tmp_path):
+    bench = benchmark("bench_page")
+    record, target = tmp_path / "r.json", tmp_path / "page.md"
+    part = bench.Part("trl", "T", "About.", command(tmp_path, ""), 60, needs="trl is not installed")
+    bench.keep(record, {"name": "trl", "rows": [ROW]}, ["trl"])
+    said = []
+    assert bench.run_parts([part], ["trl"], record, target, "# Head", say=said.append)
+    assert [one["rows"] for one in json.loads(record.read_text())] == [[ROW]] and not target.exists()
+    assert said[-1] == "trl: what was recorded of it stays"
+
+
+def test_a_damaged_record_is_said_before_anything_is_measured(benchmark, tmp_path):
+    bench = benchmark("bench_page")
+    record, ran = tmp_path / "r.json", tmp_path / "ran"
+    record.write_text('[{"name": "a"')
+    part = bench.Part("a", "A", "About.", command(tmp_path, f"open({str(ran)!r}, 'w')"), 60)
+    with pytest.raises(SystemExit, match=r"r.json: not JSON .*; restore it, or remove it and measure all parts"):
+        bench.run_parts([part], ["a"], record, tmp_path / "page.md", "# Head", say=lambda text: None)
+    assert not ran.exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_what_a_part_started_ends_with_a_benchmark_that_is_ended(tmp_path):
+    import fcntl
+
+    part, lock = tmp_path / "part.py", tmp_path / "lock"
+    hang = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); time.sleep(120)"
+    part.write_text(hang.replace("time.sleep", "print('held', file=f, flush=True); time.sleep"))
+    program = f"""
+import argparse, bench_page, sys
+from pathlib import Path
+part = bench_page.Part("a", "A", "About.", {f"{part} {lock}"!r}, 120)
+options = argparse.Namespace(output=Path({str(tmp_path)!r}), only=["a"])
+bench_page.run_chosen([part], options, "page", "# Head")
+"""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths})
+    try:
+        while not (lock.exists() and lock.read_text()):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(60) == 143
+        with open(lock) as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the part is over, and let go of it
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("name", ["ppo_vs_grpo", "two_versions"])
+def test_cpu_seconds_are_of_policies_on_the_cpu(benchmark, monkeypatch, name):
+    """By default a policy goes to a GPU where there is one, and CPU time is then that of launching its kernels."""
+    if name == "two_versions":
+        assert benchmark(name).SETTINGS["model"]["device"] == "cpu"
+        return
+
+    def begin(config, folder):
+        raise RuntimeError(config.model.device)
+
+    monkeypatch.setattr(benchmark(name), "begin", begin)
+    with pytest.raises(RuntimeError, match="cpu"):
+        main_of(benchmark, monkeypatch, name)
+
+
+def main_of(benchmark, monkeypatch, name, *words):
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *map(str, words)])
+    benchmark(name).main()
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("router_calls", ["--tokens", "64", "100"], "--tokens: up to 64, or rows of 64; got 100"),
+        ("route_storage", ["--tokens", "6"], "--tokens: of 4 sequences of one length, got 6"),
+        ("logprobs", ["--tokens", "20"], "--tokens: a multiple of 8, the sequences that they come in; got 20"),
+        ("router_calls", ["--rounds", "3"], "--rounds: at least 4, got 3"),
+        ("routing_overhead", ["--no-gpu", "--rounds", "1"], "--rounds: at least 4, got 1"),
+        ("against_trl", ["--rounds", "0"], "--rounds: at least 1, got 0"),
+    ],
+)
+def test_sizes_that_would_be_another_and_too_few_rounds_are_refused(
+    benchmark, monkeypatch, capsys, name, words, message
+):
+    """Else 100 tokens would be 64, and one round would resolve any difference."""
+    with pytest.raises(SystemExit, match="2"):
+        main_of(benchmark, monkeypatch, name, *words)
+    assert message in capsys.readouterr().err
+
+
+def test_our_side_of_the_comparison_with_trl_is_the_example_as_it_is(benchmark, monkeypatch):
+    """Memory that is kept would be ours alone: TRL's cycle, too, is quicker with it."""
+    trl = benchmark("against_trl")
+    monkeypatch.setattr(trl, "PROMPTS", 2), monkeypatch.setattr(trl, "GROUP", 2), monkeypatch.setattr(trl, "UPDATES", 1)
+    monkeypatch.setattr(trl.Sums, "max_new_tokens", 2)
+    monkeypatch.setattr("moe_rl.processes.keep_freed_memory", lambda: pytest.fail("memory is kept on one side"))
+    assert len(trl.ours(None, True, False, False, 1)) == 2
+
+
+def test_the_first_round_of_log_probabilities_warms_up(benchmark, monkeypatch):
+    logprobs, now = benchmark("logprobs"), [0.0]
+    monkeypatch.setattr(logprobs.time, "process_time", lambda: now[0])
+
+    def takes(first, later):
+        seconds = iter([first, later, later])
+
+        def run():
+            now[0] += next(seconds)
+
+        return run
+
+    ratios, base = logprobs.interleaved({"one": takes(64.0, 2.0), "other": takes(4.0, 4.0)}, 2)
+    assert base == [2.0, 2.0] and ratios == {"one": [1.0, 1.0], "other": [2.0, 2.0]}
+
+
+def test_the_limit_of_a_comparison_is_to_read_the_bytes_that_it_reads(benchmark, monkeypatch, tmp_path):
+    """An int64 id is eight times a packed one."""
+    sizes = ["--tokens", 40, "--sites", 4, "--experts", 16, "--rounds", 2]
+    main_of(benchmark, monkeypatch, "change_metrics", *sizes, "--json", tmp_path / "rows")
+    rows = {row["case"]: row for row in map(json.loads, (tmp_path / "rows").read_text().splitlines())}
+    packed, wide = rows["read both (floor)"], rows["read both of int64 ids (floor)"]
+    (of_wide,) = (row for case, row in rows.items() if case.startswith("slot_change of int64 ids"))
+    assert of_wide["limit_us"] == wide["us"] and "from 160 rows" not in of_wide["note"]
+    assert rows["site_change, ascending, 10 %"]["limit_us"] == packed["us"]
+
+
+def test_the_speed_of_reading_a_part_is_of_the_bytes_of_that_part(benchmark, monkeypatch, tmp_path):
+    storage = benchmark("route_storage")
+    monkeypatch.setattr(storage, "SHAPES", (storage.Shape("small", 5, 5, 16, 2),))
+    main_of(benchmark, monkeypatch, "route_storage", "--tokens", 400, "--rounds", 1, "--json", tmp_path / "rows")
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    megabytes = {row["case"].partition(": ")[2]: float(row["note"].split()[0]) for row in rows}
+    whole = 400 * 5 * 2 / 1e6
+    assert megabytes["read routes"] == pytest.approx(whole)
+    assert megabytes["read one of four sequences"] == pytest.approx(whole / 4)
+    assert megabytes["read one site"] == pytest.approx(whole / 5)
+
+
+def test_neither_side_of_the_runs_of_a_gpu_makes_the_cold_start(benchmark, monkeypatch, tmp_path):
+    runs, calls = benchmark("gpu_runs"), []
+    monkeypatch.setattr(runs, "moe_rl", lambda *words, torchrun=False: calls.append(words) or 1.0)
+    monkeypatch.setattr(runs, "losses", lambda folder: [0.5])
+    (row,) = runs.fsdp2(tmp_path, "cpu", 4)
+    asked = [dict(zip(words[2::2], words[3::2], strict=True)) for words in calls]
+    assert [one["--output"].name for one in asked] == ["before", "one", "fsdp2"]
+    assert [one["--optim.steps"] for one in asked] == [1, 4, 4] and len({one["--cold-starts"] for one in asked}) == 1
+    assert row["ratio"] == 1 and row["note"].startswith("wall clock")
 
 
 def test_the_committed_page_is_what_was_recorded(benchmark):
@@ -200,7 +350,7 @@ def test_runs_on_a_gpu_are_compared_as_they_would_be_there(benchmark, tmp_path):
     small += ["--model.cold-start.until-reward", "None"]
     found = runs.fsdp2(tmp_path, "cpu", 1, small)
     gap, size = (float(x) for x in re.findall(r"[\d.]+e[-+]\d+", found[0]["note"]))
-    assert found[0]["note"].startswith("4 updates; losses differ by at most") and gap <= 2e-4 * size
+    assert found[0]["note"].startswith("wall clock; 4 updates; losses differ by at most") and gap <= 2e-4 * size
 
 
 def test_two_versions_take_steps_in_turns(tmp_path):

@@ -52,3 +52,11 @@ def test_a_folder_without_finished_runs_is_refused(tmp_path, monkeypatch, capsys
     with pytest.raises(SystemExit):
         SCRIPT["main"]()
     assert "no finished run in it (seedN/DONE)" in capsys.readouterr().err
+
+
+def test_two_folders_that_would_be_one_arm_are_refused(tmp_path, monkeypatch, capsys):
+    arms = [str(tmp_path / study / "rounding_avx2" / "grpo") for study in ("one", "other")]
+    monkeypatch.setattr(sys, "argv", ["arithmetic.py", *arms])
+    with pytest.raises(SystemExit):
+        SCRIPT["main"]()
+    assert "rounding_avx2: grpo: two folders of this name would be one arm" in capsys.readouterr().err

@@ -110,6 +110,13 @@ def test_the_tunings_rule():
     ]
 
 
+def test_a_gain_of_exactly_what_is_asked_is_enough():
+    """0.85 less 0.80 is 0.0499999999 in binary."""
+    choose = runpy.run_path(str(ROOT / "analysis" / "tuning.py"))["choose"]
+    index = pd.MultiIndex.from_product([["grpo"], ["default", "better"]], names=["method", "label"])
+    assert choose(pd.DataFrame([(0.80, 0.80), (0.85, 0.85)], index=index))["chosen"].tolist() == [False, True]
+
+
 def test_a_dose_that_has_not_begun_is_missing_from_the_score(tmp_path):
     """Else a setting that has its natural runs alone would be above a default that has those under noise, too."""
     folder = write_study(tmp_path / "tuning", ("grpo", "grpo_noise", "gspo", "gspo_noise"), (0, 1), 2, tokens_every=9)

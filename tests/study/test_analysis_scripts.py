@@ -93,6 +93,47 @@ def test_routing_variances_are_compared_after_the_last_update_as_the_study_does(
         assert ratio(probes, arm, other)[:3] == pytest.approx(tuple(row[["ratio", "low", "high"]]), rel=1e-4)
 
 
+def test_routing_variances_are_of_each_arms_own_last_update():
+    """Arms may make different numbers of updates of a step."""
+    rows = [
+        {"arm": arm, "seed": seed, "step": 0, "update": update, "token_var_routing": value}
+        for arm, values in {"a": [100.0, 2.0], "b": [1.0]}.items()
+        for seed in (0, 1)
+        for update, value in enumerate(values, 1)
+    ]
+    estimate, _, _, pairs = script("routing_noise")["ratio"](pd.DataFrame(rows), "a", "b")
+    assert (estimate, pairs) == (pytest.approx(2.0), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        (
+            "pooled",
+            ["lag:gspo_lag4:grpo_lag4", "lag:grpo_lag4:grpo"],
+            "lag: named twice; of each seed the mean over other arms",
+        ),
+        ("routing_noise", ["gspo", "grpo", "--seeds", "900", "901"], "has no probe of these --seeds and --steps"),
+        ("early_warning", ["docs/results/lag", "--level", "95"], "--level 95: expected a share between 0 and 1"),
+    ],
+)
+def test_scripts_say_what_they_cannot_answer(name, words, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        script(name)["main"]()
+    said = capsys.readouterr()
+    assert not said.out and message in said.err
+
+
+def test_the_table_of_fates_is_written_into_a_new_folder(tmp_path, monkeypatch):
+    survival = script("survival")
+    one = {"study": "s", "again": "avx2", "claim": "higher", "fate": "same"}
+    monkeypatch.setitem(survival["main"].__globals__, "repeated_verdicts", lambda: pd.DataFrame([one]))
+    monkeypatch.setattr("sys.argv", ["survival.py", "--csv", str(tmp_path / "new" / "t.csv")])
+    survival["main"]()
+    assert pd.read_csv(tmp_path / "new" / "t.csv")["same"].tolist() == [1]
+
+
 def test_load_ratios_know_the_arms_with_a_balancing_bias():
     ratios = script("change_by_load")["load_ratios"]().set_index(["study", "arm"])
     biased = ratios["biased"].astype(bool)
@@ -129,13 +170,20 @@ def test_fates_of_conclusions_and_the_committed_table_of_them():
     assert committed.set_index("study").loc["methods_int4", "claims"] == claims
 
 
-def test_slopes_by_length_and_the_committed_table_of_them():
+def test_slopes_by_length_and_the_committed_table_of_them(monkeypatch):
     length = script("length")
     tokens = pd.Series(length["TOKENS"])
     rising = pd.DataFrame([0.1 * np.log2(tokens), 1 - 0.2 * np.log2(tokens), np.log2(tokens).where(tokens > 5)])
     assert length["slopes"](rising) == pytest.approx([0.1, -0.2]), "a seed without one of the lengths has no slope"
     committed = pd.read_csv(ROOT / "docs" / "results" / "old_tokens_length_slopes" / "slopes.csv")
     pd.testing.assert_frame_equal(committed, length["slopes_table"](), rtol=1e-5, check_dtype=False)
+    line = np.log2(tokens)
+    rows = {(rounding, seed): line * (1 + seed) for rounding in ("native", "avx2") for seed in (0, 1, 2)}
+    rows["native", 2] = line.where(tokens > 5)
+    monkeypatch.setitem(length["slopes_table"].__globals__, "differences", lambda *_: pd.DataFrame(rows).T)
+    table = length["slopes_table"]().groupby("rounding", sort=False)[["n", "slope"]].first()
+    assert table.to_numpy() == pytest.approx(np.array([[2, 1.5], [3, 2.0], [2, 1.5]])), "pooled: seeds that both have"
+    monkeypatch.undo()
     drawn = length["drawn"]().set_index(["cause", "row", "rounding"])
     gain = pd.read_csv(ROOT / "docs" / "results" / "old_tokens_length" / "roundings.csv").set_index(["arm", "rounding"])
     there = drawn.loc[("GSPO − GRPO, mixed", "4 letters, 5 tokens", "avx2")]

@@ -56,6 +56,10 @@ def test_an_engine_of_the_same_arithmetic_earns_the_same_and_every_finished_run_
     with pytest.raises(SystemExit):
         SCRIPT["main"]()
     assert "no finished run of gspo in it" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["both_engines.py", str(tmp_path), "--arms", "grpo", "gpso"])
+    with pytest.raises(SystemExit):  # before the arms that there are have answered
+        SCRIPT["main"]()
+    assert "no finished run of gpso in it" in capsys.readouterr().err
 
 
 def test_what_rounding_costs_is_told_of_the_committed_tables_by_pairs_too():

@@ -207,7 +207,16 @@ def test_the_script_draws_what_signals_tell_and_what_they_tell_beyond_the_reward
         kept.to_csv(tmp_path / "signals.csv", index=False)
         for file in tmp_path.glob("*.png"):
             file.unlink()
-        arguments = [str(tmp_path), "--steps", "3", "5", "--csv", str(tmp_path / "t.csv"), "--figures", str(tmp_path)]
+        arguments = [
+            str(tmp_path),
+            "--steps",
+            "3",
+            "5",
+            "--csv",
+            str(tmp_path / "new" / "t.csv"),
+            "--figures",
+            str(tmp_path),
+        ]
         arguments += ["--level", "0.99", "--resamples", "100"]
         monkeypatch.setattr("sys.argv", ["early_warning.py", *arguments])
         main()
@@ -217,7 +226,7 @@ def test_the_script_draws_what_signals_tell_and_what_they_tell_beyond_the_reward
     assert drawn(table) == {"early_warning.png", "beyond_reward.png"}
     for name in ("early_warning", "beyond_reward"):
         assert "bar: 99 % bootstrap" in " ".join((tmp_path / f"{name}.svg").read_text().split())
-    found = pd.read_csv(tmp_path / "t.csv")
+    found = pd.read_csv(tmp_path / "new" / "t.csv")
     labels = beyond_reward_figure(found, UPDATE_SIGNALS).figure.axes[0].get_yticklabels()
     after_three = found[found["steps"] == 3].set_index("signal")["beyond_reward"].drop("reward").abs()
     assert [label.get_text() for label in labels] == [*after_three.sort_values().index, "reward"]
