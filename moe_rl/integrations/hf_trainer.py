@@ -164,6 +164,15 @@ class ReplayTrainer(Trainer):
             self._measures.probed(update, *measure(self.model, self._probes, self._measures.ranks))
 
 
+def refuse_wrapped(trainer_class: type) -> None:
+    """TypeError for a trainer that records and replays already."""
+    if issubclass(trainer_class, ReplayTrainer):
+        raise TypeError(
+            f"{trainer_class.__name__} is made by routing_replay already: wrap a trainer once (a cell that ran "
+            "twice, or a second install?)"
+        )
+
+
 class _AfterUpdate(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

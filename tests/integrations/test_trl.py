@@ -215,6 +215,10 @@ def test_other_trainers_are_refused():
         routing_replay(type("AsyncGRPOTrainer", (), {}))
     assert routing_replay(GRPOTrainer) is routing_replay(GRPOTrainer)
     assert issubclass(routing_replay(GMPOTrainer), GMPOTrainer)
+    own = type("Own", (routing_replay(GRPOTrainer),), {})
+    for twice in (routing_replay(GRPOTrainer), own):
+        with pytest.raises(TypeError, match=f"{twice.__name__} is made by routing_replay already"):
+            routing_replay(twice)
 
 
 def test_unknown_replay_is_refused(tmp_path):

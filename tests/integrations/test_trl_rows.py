@@ -109,6 +109,39 @@ def test_clipped_tokens_of_a_sequence_ratio_are_those_of_the_clipped_sequences(d
     assert (updates.clipped_tokens == 6 * updates.clipped_sequences).all()
 
 
+def test_a_sequence_is_clipped_if_one_of_its_tokens_is(tmp_path):
+    """Where tokens have advantages of their own, as a trainer of one's own may give them."""
+    from moe_rl import study
+
+    by_hand = []
+
+    class TokenAdvantages(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            signs = torch.arange(output["completion_ids"].numel()) % 3 - 1.0
+            return {**output, "advantages": signs.view(output["completion_ids"].shape)}
+
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            self.found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return self.found
+
+        def _compute_loss(self, model, inputs):
+            loss, mask = super()._compute_loss(model, inputs), inputs["completion_mask"]
+            gap = (self.found[0] - inputs["old_per_token_logps"]).detach()
+            ratio = ((gap * mask).sum(1) / mask.sum(1)).exp()[:, None]
+            low, high = (ratio < 1 - 3e-4) & (inputs["advantages"] < 0), (ratio > 1 + 3e-4) & (inputs["advantages"] > 0)
+            clipped = (low | high) & mask.bool()
+            by_hand.append((int(clipped.sum()), int(clipped.any(1).sum())))
+            return loss
+
+    options = {**MEASURED, "run_folder": tmp_path / "runs", "probe_sequences": 0}
+    gspo = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "grpo"}
+    trained(routing_replay(TokenAdvantages), tmp_path / "trl", options=options, **gspo)
+    updates = study.load(tmp_path / "runs").updates
+    assert list(zip(updates.clipped_tokens, updates.clipped_sequences, strict=True)) == by_hand
+    assert max(sequences for _, sequences in by_hand) > 0
+
+
 def test_loss_of_a_row_is_without_the_load_balancing_loss(tmp_path):
     from moe_rl import study
 
