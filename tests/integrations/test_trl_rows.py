@@ -194,6 +194,28 @@ def test_sequences_of_a_row_have_a_token_that_counts(tmp_path):
     assert updates.clipped_sequences.tolist() == pytest.approx(clipped) and max(clipped) > 0
 
 
+def test_rows_of_a_table_over_token_ids_are_in_no_arms_count(tmp_path):
+    from moe_rl import study
+
+    for replay in ("none", "R2"):
+        options = {"replay": replay, "run_folder": tmp_path / "runs", "probe_sequences": 0}
+        model = moe("DeepseekV4ForCausalLM")  # one of its layers
+        trainer = trained(routing_replay(GRPOTrainer), tmp_path, model=model, options=options, max_steps=1)
+        assert len(trainer._old.routes.meta["hash_routed"]) == 1
+    rows = study.load(tmp_path / "runs").updates.routed_rows
+    assert rows.tolist() == [rows[0]] * 2
+
+
+def test_a_folder_of_another_seed_is_told(tmp_path, caplog):
+    from moe_rl.integrations.hf_trainer import run_writer
+
+    trainer = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=MEASURED, seed=3)
+    for seed in (2, 3):
+        run_writer(trainer, tmp_path / "mine" / f"seed{seed}", "dapo").close()
+    (told,) = [record.getMessage() for record in caplog.records if "folders alone" in record.getMessage()]
+    assert "seed2 says seed 2, the trainer's arguments say seed=3" in told
+
+
 def interrupted(trainer, at):
     """Train, and stop as by Ctrl-C after so many updates."""
     from transformers import TrainerCallback
