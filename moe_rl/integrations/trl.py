@@ -139,9 +139,6 @@ class _RoutingReplay(ReplayTrainer):
             )
         if self._listening:
             refuse_unsampled(self)
-        if self.args.torch_compile:  # the models are compiled in train(), and must carry their hooks by then
-            models = (self.model, self.ref_model)
-            self._attached = [attach(getattr(model, "_orig_mod", model)) for model in models if model is not None]
         self._probe_sequences = self.args.per_device_train_batch_size if probe_sequences is None else probe_sequences
         if self._listening and self.use_vllm and self.vllm_mode == "colocate":  # a server has no engine here
             self._sampled.listen(self.vllm_generation.llm)
@@ -159,6 +156,9 @@ class _RoutingReplay(ReplayTrainer):
                 "replay, too: a comparison of methods sets router_aux_loss_coef=0.0 or names it",
                 self.router_aux_loss_coef,
             )
+        if self.args.torch_compile:  # in train(), when the models must have their hooks; last, as these stay
+            models = (self.model, self.ref_model)
+            self._attached = [attach(getattr(model, "_orig_mod", model)) for model in models if model is not None]
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 
