@@ -1,5 +1,6 @@
 """What TRL's and ms-swift's trainers have in common: both are transformers' Trainer with a buffer of scored batches."""
 
+import logging
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ if TYPE_CHECKING:  # whatever trainer it is put in front of
     from typing import Any as Trainer
 else:
     Trainer = object
+
+_LOG = logging.getLogger(__name__)
 
 
 class ReplayTrainer(Trainer):
@@ -92,7 +95,9 @@ class ReplayTrainer(Trainer):
                 f"an update of one forward, all of it replayed, was expected; {len(forwards)} forwards were made, and "
                 f"{found.replayed_rows} of {found.routed_rows} (token, site) rows with a route were replayed"
             )
-        found.routed_rows = found.routed_rows or old.routes.live.numel()
+        if self.replay == "none":
+            b, t, sites, _ = old.routes.shape
+            found.routed_rows = b * t * (sites - len(old.routes.meta.get("hash_routed", ())))
         if now is not None:
             found.first_change = old.prove(now, real, self.first_change_tolerance)
         found.logps, aux_loss = forwards[0]
@@ -162,6 +167,15 @@ class ReplayTrainer(Trainer):
         self._measures.update(update, self.state.global_step + 1, lr=lr, aux_loss_coef=coef)
         if self._probes:
             self._measures.probed(update, *measure(self.model, self._probes, self._measures.ranks))
+
+
+def refuse_wrapped(trainer_class: type) -> None:
+    """TypeError for a trainer that records and replays already."""
+    if issubclass(trainer_class, ReplayTrainer):
+        raise TypeError(
+            f"{trainer_class.__name__} is made by routing_replay already: wrap a trainer once (a cell that ran "
+            "twice, or a second install?)"
+        )
 
 
 class _AfterUpdate(TrainerCallback):
@@ -259,6 +273,14 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
 
     folder, args = Path(run_folder), trainer.args
     seed = re.fullmatch(r"seed(\d+)", folder.name)
+    if seed and int(seed[1]) != args.seed:
+        _LOG.warning(
+            "%s says seed %s, the trainer's arguments say seed=%d, from which it samples: runs that differ by their "
+            "folders alone are one run, and would be counted as several",
+            folder,
+            seed[1],
+            args.seed,
+        )
     arm = folder.parent.name if seed else objective + ("" if trainer.replay == "none" else f"_{trainer.replay.lower()}")
     given = {name: value for name, value in sorted(args.to_dict().items()) if is_plain(value)}
     nested = {name: value for name, value in given.items() if isinstance(value, list | dict)}  # once not kept

@@ -33,6 +33,11 @@ class Ranks:
         """Elementwise sum over processes, on the CPU."""
         return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum").cpu()
 
+    def most(self, value: float) -> float:
+        """The largest of all processes."""
+        values = torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)
+        return float(self.accelerator.gather(values).max())
+
     def rows(self, values: Shaped[Tensor, "B T"]) -> Shaped[Tensor, "B2 T2"]:
         """All processes' sequences, padded on the right to one length."""
         return self.accelerator.gather(self.accelerator.pad_across_processes(values, dim=1))
@@ -53,7 +58,8 @@ class Minibatch:
     replayed_rows: int = 0
     routed_rows: int = 0
     first_change: float | None = None
-    clipped_tokens: int = 0  # where the trainer's clip fractions are of sequences
+    clipped_tokens: int = 0  # this and the next: where the trainer's clip fractions are of sequences
+    clipped_sequences: int = 0
     aux_loss: float | None = None  # the model's load-balancing loss, where it is in the trainer's loss
     aux_share: float = 0.0  # what it adds to that
 
@@ -165,13 +171,14 @@ class Measures:
         """The engine that sampled the probed sequences against the policy that is trained, at equal weights.
 
         sampled: the engine's routes. replayed: the policy's log-probabilities under them. sampling_logps: the engine's,
-        NaN where it gave none, and the token counts in no gap; None where none are known. Nats.
+        NaN where it gave none, and the token counts in no gap; None where none are known: no process compares. Nats.
         """
         own, tokens = RoutedExperts.cat([p.routes for p in probes]), torch.cat([p.tokens for p in probes])
         counts = self.ranks.counts(change_counts(sampled, own, tokens, pair="engines"))
         self.log["routing/engine_slot_change"].append(counts.rates()["slot_change"])
         rows: dict[str, dict[str, Any]] = {"engines": change_metrics(counts)}
-        if sampling_logps is not None:
+        silent = self.ranks.sums(torch.tensor([sampling_logps is None]).long())  # all processes gather, or none
+        if sampling_logps is not None and not silent.any():
             sampling = self.ranks.rows(sampling_logps)
             mask = self.ranks.rows(torch.cat([p.mask for p in probes])).bool() & ~sampling.isnan()
             live = torch.cat([p.logps for p in probes])
@@ -195,7 +202,7 @@ class Measures:
         self.log["routing/replayed_fraction"].append(rows[0] / rows[1] if rows[1] else 0.0)
         first = [p.first_change for p in parts if p.first_change is not None]
         if first:
-            self.log["routing/first_change"].append(max(first))
+            self.log["routing/first_change"].append(self.ranks.most(max(first)))
         longest = max(p.mask.shape[1] for p in parts)
         old, new, mask = (
             torch.cat([nn.functional.pad(x, (0, longest - x.shape[1])) for x in tensors])
@@ -204,8 +211,7 @@ class Measures:
         old, new, mask = self.ranks.rows(old), self.ranks.rows(new), self.ranks.rows(mask).bool()
         tokens = self.ranks.sums(torch.stack([p.mask.sum() for p in parts]))
         sequences = self.ranks.sums(torch.stack([p.mask.bool().any(1).sum() for p in parts]))
-        members = self.ranks.sums(torch.tensor([len(p.mask) for p in parts]))  # of the trainer's means over sequences
-        clipped = self.ranks.sums(torch.tensor([p.clipped_tokens for p in parts]))
+        clipped = self.ranks.sums(torch.tensor([[p.clipped_tokens, p.clipped_sequences] for p in parts]).sum(0))
         aux = [p.aux_loss for p in parts if p.aux_loss is not None]
         loss, aux_loss = (
             self.ranks.sums(torch.tensor([loss, sum(aux)])) / self.ranks.accelerator.num_processes
@@ -217,19 +223,15 @@ class Measures:
         row |= {"aux_loss": aux_loss / len(parts), "aux_loss_coef": aux_loss_coef} if aux else {}
         row |= {"replayed_rows": rows[0], "routed_rows": rows[1]}
         row |= update_ratio_metrics(token_log_ratio(new, old, mask), sequence_log_ratio(new, old, mask), mask)
-        for ours, theirs, weights in (
-            ("entropy", "entropy", tokens / tokens.sum()),
-            ("clipped_sequences", "clip_ratio/region_mean", members) if self.sequence_clip else
-            ("clipped_tokens", "clip_ratio/region_mean", tokens),
-        ):  # fmt: skip
-            if ours.startswith("clipped") and self.sequence_clip is None:
-                continue
-            means = torch.tensor(self.log.get(theirs, [])[-len(parts) :], dtype=torch.float64)
-            if len(means) == len(parts):
-                value = float((means * weights).sum())
-                row[ours] = round(value) if ours.startswith("clipped") else value
-        if "clipped_sequences" in row:
-            row["clipped_tokens"] = int(clipped.sum())
+        entropy, region = (
+            torch.tensor(self.log.get(name, [])[-len(parts) :], dtype=torch.float64)
+            for name in ("entropy", "clip_ratio/region_mean")
+        )
+        if len(entropy) == len(parts):
+            row["entropy"] = float((entropy * (tokens / tokens.sum())).sum())
+        if len(region) == len(parts) and self.sequence_clip is not None:  # else no clip, or not known
+            row["clipped_tokens"] = int(clipped[0]) if self.sequence_clip else round(float((region * tokens).sum()))
+            row |= {"clipped_sequences": int(clipped[1])} if self.sequence_clip else {}
         self.writer.update(self.step, update, **row)
 
     def probed(self, update: int, counts: ChangeCounts, metrics: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.integrations.hf_trainer import ReplayTrainer, objective_of
+from moe_rl.integrations.hf_trainer import ReplayTrainer, objective_of, refuse_wrapped
 from moe_rl.integrations.measures import Minibatch, ProbeBatch
 from moe_rl.integrations.old_policy import OldPolicy, refuse_other_version
 from moe_rl.routing import RoutedExperts, RoutingError, record_routes
@@ -72,6 +72,7 @@ def routing_replay(
     missing = [name for name in needed if not hasattr(trainer_class, name)]
     if missing:
         raise TypeError(f"expected ms-swift's GRPOTrainer, got {trainer_class.__name__} without {missing[0]}")
+    refuse_wrapped(trainer_class)
     chosen = {"replay": replay, "first_change_tolerance": first_change_tolerance}
     chosen |= {"_bare": trainer_class, "_probing": probe, "_run_folder": run_folder}
     return type(f"RoutingReplay{trainer_class.__name__}", (_RoutingReplay, trainer_class), chosen)

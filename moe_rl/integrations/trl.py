@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_rl.integrations.hf_trainer import ReplayTrainer, objective_of
+from moe_rl.integrations.hf_trainer import ReplayTrainer, objective_of, refuse_wrapped
 from moe_rl.integrations.measures import Minibatch, ProbeBatch
 from moe_rl.integrations.old_policy import KINDS, OldPolicy
 from moe_rl.integrations.trl_sampled import SampledRoutes, refuse_unsampled, replayed_in_chunks
@@ -97,6 +97,7 @@ def routing_replay(trainer_class: type) -> Any:
         name = getattr(trainer_class, "__name__", repr(trainer_class))
         why = "it has a loss and batches of its own, and scores no old policy" if "Async" in name else "it is none"
         raise TypeError(f"routing_replay takes trl.GRPOTrainer or a subclass of it, got {name}: {why}")
+    refuse_wrapped(trainer_class)
     return type(f"RoutingReplay{trainer_class.__name__}", (_RoutingReplay, trainer_class), {"_bare": trainer_class})
 
 
@@ -138,9 +139,6 @@ class _RoutingReplay(ReplayTrainer):
             )
         if self._listening:
             refuse_unsampled(self)
-        if self.args.torch_compile:  # the models are compiled in train(), and must carry their hooks by then
-            models = (self.model, self.ref_model)
-            self._attached = [attach(getattr(model, "_orig_mod", model)) for model in models if model is not None]
         self._probe_sequences = self.args.per_device_train_batch_size if probe_sequences is None else probe_sequences
         if self._listening and self.use_vllm and self.vllm_mode == "colocate":  # a server has no engine here
             self._sampled.listen(self.vllm_generation.llm)
@@ -158,14 +156,16 @@ class _RoutingReplay(ReplayTrainer):
                 "replay, too: a comparison of methods sets router_aux_loss_coef=0.0 or names it",
                 self.router_aux_loss_coef,
             )
+        if self.args.torch_compile:  # in train(), when the models must have their hooks; last, as these stay
+            models = (self.model, self.ref_model)
+            self._attached = [attach(getattr(model, "_orig_mod", model)) for model in models if model is not None]
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 
     def _generate(self: Any, prompts: Any) -> Any:
+        self._sampled.forget()
         generated = super()._generate(prompts)
-        if not self.model.training:
-            self._sampled.forget()
-        elif self._listening:
+        if self.model.training and self._listening:
             prompt_ids, completion_ids, _, _, logps, *_ = generated
             fields = generated[5] if self.rollout_func is not None else None
             self._sampled.take(fields, prompt_ids, completion_ids, logps)
@@ -275,15 +275,17 @@ class _RoutingReplay(ReplayTrainer):
         loss_of = partial(super()._compute_loss, model, inputs)
         loss = self._replayed_loss(model, self._old.rows(inputs[ROWS]), found, real, loss_of)
         if self._measures.sequence_clip:
-            found.clipped_tokens = self._in_clipped_sequences(found, inputs["advantages"])
+            found.clipped_tokens, found.clipped_sequences = self._in_clipped_sequences(found, inputs["advantages"])
         return loss
 
-    def _in_clipped_sequences(self: Any, found: Minibatch, advantages: Tensor) -> int:
-        """Tokens of the sequences whose ratio TRL clips, by its own rule; its log has the share of the sequences."""
+    def _in_clipped_sequences(self: Any, found: Minibatch, advantages: Tensor) -> tuple[int, int]:
+        """Tokens that TRL clips by the ratio of their sequence, by its own rule, and of how many sequences. Its log has
+        a share of sequences, or of the tokens where each of these has its own advantage."""
         assert found.logps is not None
         ratio = sequence_log_ratio(found.logps, found.old_logps, found.mask).exp()[:, None]
         if self.args.delta is not None:
             ratio = ratio.clamp(max=self.args.delta)
         signed = advantages if advantages.ndim == 2 else advantages[:, None]
         low, high = (ratio < 1 - self.epsilon_low) & (signed < 0), (ratio > 1 + self.epsilon_high) & (signed > 0)
-        return int(((low | high) & found.mask.bool()).sum())
+        clipped = (low | high) & found.mask.bool()
+        return int(clipped.sum()), int(clipped.any(1).sum())

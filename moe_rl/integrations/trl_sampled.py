@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -49,7 +50,7 @@ class SampledRoutes:
         engine.generate = listening
 
     def forget(self) -> None:
-        """What was sampled for an evaluation."""
+        """What was sampled before a batch: for an evaluation, by a callback, or for a batch that was interrupted."""
         self._collected = []
 
     def take(
@@ -96,8 +97,9 @@ def _problem(logps: Sequence[Sequence[float | None]] | None, answers: Sequence[S
             f"for {pairs[wrong][1]} tokens of its answer: rollout_func returns one for each, as 'logprobs'"
         )
     values = [value for one in logps for value in one if value is not None]
-    if any(not isinstance(value, float | int) for value in values):
-        return f"rollout_func returns a {type(values[0]).__name__} for a token as 'logprobs', expected a number"
+    no_number = next((value for value in values if np.ndim(value)), None)
+    if no_number is not None:
+        return f"rollout_func returns a {type(no_number).__name__} for a token as 'logprobs', expected a number"
     return "" if values or not any(answers) else "the engine that samples gave no token a log-probability"
 
 

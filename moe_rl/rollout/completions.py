@@ -210,19 +210,21 @@ def check_length(
     so_far: Int[Tensor, " n"],
     new: int | Int[Tensor, " n"],
     engine: int | None = None,
+    spare: int = 0,
 ) -> None:
-    """Raises ValueError for a problem whose text of so many tokens leaves no room for `new` ones in the positions that
-    the model's configuration says it has, if it does, or those that an engine was given."""
+    """Raises ValueError for a problem whose text of so many tokens leaves no room for `new` ones, and `spare` behind
+    them, in the positions that the model's configuration says it has, if it does, or those that an engine was given."""
     config = getattr(hf_model(model), "config", None)
     most = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
     most = min((limit for limit in (most, engine) if limit), default=None)
     total = so_far + new
     longest = int(total.argmax())
     there, whole = int(so_far[longest]), int(total[longest])
-    if most and whole > most:
+    if most and whole + spare > most:
+        more = f", and {spare} more with which the engine scores them," if spare else ""
         raise ValueError(
-            f"a text of {there} tokens so far, prompt included, and {whole - there} new ones (rollout.max_new_tokens) "
-            f"are more than the {most} positions that the {'engine' if most == engine else 'model'} has: "
+            f"a text of {there} tokens so far, prompt included, and {whole - there} new ones (rollout.max_new_tokens)"
+            f"{more} are more than the {most} positions that the {'engine' if most == engine else 'model'} has: "
             f"{problems[longest].prompt[:80]!r}. Shorter prompts or replies, fewer new tokens, or a model of longer "
             "context."
         )

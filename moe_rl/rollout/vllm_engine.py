@@ -77,7 +77,7 @@ class VllmEngine:
             raise ValueError(f"temperature: vLLM samples at {COLDEST} or above, or at 0 (greedy); got {temperature}")
         prompts, mask = encode_prompts(self.tokenizer, problems)
         most = self.settings.get("max_model_len")
-        check_length(self.policy, problems, mask.sum(1), max_new_tokens + 1, most)  # one more, to score a full one
+        check_length(self.policy, problems, mask.sum(1), max_new_tokens, most, spare=1)
         B, N = len(problems) * group_size, max_new_tokens
         source = "cpu" if generator is None else generator.device
         uniform = torch.rand(B, N, generator=generator, dtype=torch.float64, device=source)

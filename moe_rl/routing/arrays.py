@@ -66,17 +66,22 @@ def ids_from_engine(
 def decode_npy(payload: str | bytes) -> np.ndarray:
     """`routed_experts` of vLLM's server: base64 of a .npy file, uint8 or uint16 `[tokens-1, layers, K]`."""
     try:
-        return np.load(io.BytesIO(base64.b64decode(payload, validate=True)), allow_pickle=False)
+        raw = base64.b64decode(payload, validate=True)
+        if not raw.startswith(NPY):  # numpy would read archives and pickles, too
+            raise ValueError(f"it begins with {raw[: len(NPY)]!r}")
+        return np.load(io.BytesIO(raw), allow_pickle=False)
     except (binascii.Error, ValueError, EOFError) as error:
         raise RoutingError(f"not base64 of a .npy file of expert ids, as vLLM's server sends them: {error}") from error
 
 
 def decode_sglang(payload: str | bytes, num_layers: int, top_k: int) -> np.ndarray:
     """SGLang's `meta_info["routed_experts"]`: base64 of little-endian int32 `[tokens-1, layers, K]`."""
+    if num_layers < 1 or top_k < 1:
+        raise RoutingError(f"num_layers {num_layers}, num_experts_per_tok {top_k}: expected at least 1 of each")
     try:
         raw = base64.b64decode(payload, validate=True)
         flat = np.frombuffer(raw, dtype="<i4") if not raw.startswith(NPY) else None
-    except (binascii.Error, ValueError) as error:
+    except (binascii.Error, ValueError, TypeError) as error:
         raise RoutingError(f"not base64 of int32 expert ids: {error}") from error
     if flat is None:
         raise RoutingError("not base64 of int32 expert ids, but of a .npy file, as vLLM's server sends: from_vllm")

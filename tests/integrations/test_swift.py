@@ -227,6 +227,11 @@ def test_unknown_names_and_versions_are_refused(monkeypatch):
         integration.install()
 
 
+def test_a_trainer_is_wrapped_once():
+    with pytest.raises(TypeError, match="RoutingReplayGRPOTrainer is made by routing_replay already"):
+        integration.routing_replay(integration.routing_replay(GRPOTrainer))
+
+
 def test_the_real_trainer(tmp_path, monkeypatch):
     """`swift rlhf` as a user starts it: measuring changes nothing, replay is exact, LoRA's reference is left alone."""
     swift = pytest.importorskip("swift", reason="ms-swift is not installed")

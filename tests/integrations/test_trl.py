@@ -102,6 +102,9 @@ def test_compiled_model_carries_its_hooks(tmp_path):
     # torch.compile cannot trace the shape checks of the tests in our own experts implementation
     model = build_tiny(TINY, TOKENIZER, experts_implementation="grouped_mm")
     settings = {"model": model, "torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2}
+    with pytest.raises(RoutingError, match="the ratio is 1 by construction"):
+        make(routing_replay(GRPOTrainer), tmp_path, options={"replay": "R2"}, **settings, steps_per_generation=1)
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()), "it was refused"
     trainer = trained(routing_replay(GRPOTrainer), tmp_path, options={"replay": "R2"}, **settings)
     assert set(logged(trainer, "routing/replayed_fraction").values()) == {1.0}
     assert max(logged(trainer, CHANGES[0]).values()) > 0
@@ -215,6 +218,10 @@ def test_other_trainers_are_refused():
         routing_replay(type("AsyncGRPOTrainer", (), {}))
     assert routing_replay(GRPOTrainer) is routing_replay(GRPOTrainer)
     assert issubclass(routing_replay(GMPOTrainer), GMPOTrainer)
+    own = type("Own", (routing_replay(GRPOTrainer),), {})
+    for twice in (routing_replay(GRPOTrainer), own):
+        with pytest.raises(TypeError, match=f"{twice.__name__} is made by routing_replay already"):
+            routing_replay(twice)
 
 
 def test_unknown_replay_is_refused(tmp_path):

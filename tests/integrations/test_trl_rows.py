@@ -109,6 +109,39 @@ def test_clipped_tokens_of_a_sequence_ratio_are_those_of_the_clipped_sequences(d
     assert (updates.clipped_tokens == 6 * updates.clipped_sequences).all()
 
 
+def test_a_sequence_is_clipped_if_one_of_its_tokens_is(tmp_path):
+    """Where tokens have advantages of their own, as a trainer of one's own may give them."""
+    from moe_rl import study
+
+    by_hand = []
+
+    class TokenAdvantages(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            signs = torch.arange(output["completion_ids"].numel()) % 3 - 1.0
+            return {**output, "advantages": signs.view(output["completion_ids"].shape)}
+
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            self.found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return self.found
+
+        def _compute_loss(self, model, inputs):
+            loss, mask = super()._compute_loss(model, inputs), inputs["completion_mask"]
+            gap = (self.found[0] - inputs["old_per_token_logps"]).detach()
+            ratio = ((gap * mask).sum(1) / mask.sum(1)).exp()[:, None]
+            low, high = (ratio < 1 - 3e-4) & (inputs["advantages"] < 0), (ratio > 1 + 3e-4) & (inputs["advantages"] > 0)
+            clipped = (low | high) & mask.bool()
+            by_hand.append((int(clipped.sum()), int(clipped.any(1).sum())))
+            return loss
+
+    options = {**MEASURED, "run_folder": tmp_path / "runs", "probe_sequences": 0}
+    gspo = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "grpo"}
+    trained(routing_replay(TokenAdvantages), tmp_path / "trl", options=options, **gspo)
+    updates = study.load(tmp_path / "runs").updates
+    assert list(zip(updates.clipped_tokens, updates.clipped_sequences, strict=True)) == by_hand
+    assert max(sequences for _, sequences in by_hand) > 0
+
+
 def test_loss_of_a_row_is_without_the_load_balancing_loss(tmp_path):
     from moe_rl import study
 
@@ -159,6 +192,28 @@ def test_sequences_of_a_row_have_a_token_that_counts(tmp_path):
         4 * share for share in logged(trainer, "clip_ratio/region_mean").values()
     ]  # TRL's means are over all rows
     assert updates.clipped_sequences.tolist() == pytest.approx(clipped) and max(clipped) > 0
+
+
+def test_rows_of_a_table_over_token_ids_are_in_no_arms_count(tmp_path):
+    from moe_rl import study
+
+    for replay in ("none", "R2"):
+        options = {"replay": replay, "run_folder": tmp_path / "runs", "probe_sequences": 0}
+        model = moe("DeepseekV4ForCausalLM")  # one of its layers
+        trainer = trained(routing_replay(GRPOTrainer), tmp_path, model=model, options=options, max_steps=1)
+        assert len(trainer._old.routes.meta["hash_routed"]) == 1
+    rows = study.load(tmp_path / "runs").updates.routed_rows
+    assert rows.tolist() == [rows[0]] * 2
+
+
+def test_a_folder_of_another_seed_is_told(tmp_path, caplog):
+    from moe_rl.integrations.hf_trainer import run_writer
+
+    trainer = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=MEASURED, seed=3)
+    for seed in (2, 3):
+        run_writer(trainer, tmp_path / "mine" / f"seed{seed}", "dapo").close()
+    (told,) = [record.getMessage() for record in caplog.records if "folders alone" in record.getMessage()]
+    assert "seed2 says seed 2, the trainer's arguments say seed=3" in told
 
 
 def interrupted(trainer, at):

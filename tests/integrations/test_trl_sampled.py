@@ -129,6 +129,19 @@ def test_r3_goes_on_without_log_probabilities_that_cannot_be_compared(per_token,
     assert not logged(trainer, "routing/engine_k3")
 
 
+@pytest.mark.parametrize("kind", [lambda x: np.array(x, dtype=np.float32), torch.tensor])
+def test_log_probabilities_are_whatever_numbers_trl_takes(kind, tmp_path):
+    engine = Engine()
+
+    def answer(prompts, trainer):
+        found = engine.answer(prompts, trainer)
+        return {**found, "logprobs": [kind(one) for one in found["logprobs"]]}
+
+    options = {"replay": "none", "measure_engine": True, "rollout_func": answer}
+    trainer = trained(routing_replay(GRPOTrainer), tmp_path, options=options, max_steps=1)
+    assert logged(trainer, "routing/engine_gap_mean")[1] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -284,7 +297,10 @@ def test_a_colocated_vllm_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Colocated)
     settings = {"use_vllm": True, "vllm_mode": "colocate", "max_steps": 1}
     options = {"replay": "none", "measure_engine": True, "probe_sequences": 100}
-    trainer = trained(routing_replay(GRPOTrainer), tmp_path, options=options, **settings)
+    trainer = make(routing_replay(GRPOTrainer), tmp_path, options=options, **settings)
+    trainer.vllm_generation.llm.generate([[2, 3]])  # as a callback may, or a batch that was interrupted
+    trainer.vllm_generation.llm.engine.gaps.clear()
+    trainer.train()
     assert trainer.vllm_generation.llm.settings == {"enable_return_routed_experts": True}
     gaps = trainer.vllm_generation.llm.engine.gaps[1:]
     expected = sum(map(abs, gaps)) / len(gaps)

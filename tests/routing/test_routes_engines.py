@@ -49,8 +49,11 @@ def test_sglang_strings_are_the_same_routes():
     assert routes.equal(RoutedExperts.from_vllm(engine_arrays(), SITES, 8))
     with pytest.raises(RoutingError, match="not a whole number"):
         RoutedExperts.from_sglang(payloads, SITES, 8, num_layers=3, num_experts_per_tok=2)
-    with pytest.raises(RoutingError, match="not base64"):
-        RoutedExperts.from_sglang(["%%"], SITES, 8, num_layers=4, num_experts_per_tok=2)
+    for none in ("%%", None):  # None: the server was not asked for routes
+        with pytest.raises(RoutingError, match="not base64"):
+            RoutedExperts.from_sglang([none], SITES, 8, num_layers=4, num_experts_per_tok=2)
+    with pytest.raises(RoutingError, match="num_experts_per_tok 0: expected at least 1"):
+        RoutedExperts.from_sglang(payloads, SITES, 8, num_layers=4, num_experts_per_tok=0)
 
 
 def npy(array):
@@ -65,7 +68,10 @@ def test_answers_of_vllms_server_are_the_same_routes():
     assert RoutedExperts.from_vllm(payloads, SITES, 8).equal(RoutedExperts.from_vllm(engine_arrays(), SITES, 8))
     with pytest.raises(RoutingError, match="as vLLM's server sends: from_vllm"):
         RoutedExperts.from_sglang(payloads, SITES, 8, num_layers=4, num_experts_per_tok=2)
-    for damaged in ("%%", payloads[0][:40], base64.b64encode(b"12345678").decode()):
+    archive = io.BytesIO()
+    np.savez(archive, engine_arrays()[0])
+    of_bytes = [base64.b64encode(raw).decode() for raw in (b"12345678", archive.getvalue(), archive.getvalue()[:40])]
+    for damaged in ("%%", payloads[0][:40], *of_bytes):
         with pytest.raises(RoutingError, match=r"not base64 of a .npy file"):
             RoutedExperts.from_vllm([damaged], SITES, 8)
 
