@@ -97,7 +97,7 @@ def _problem(logps: Sequence[Sequence[float | None]] | None, answers: Sequence[S
             f"for {pairs[wrong][1]} tokens of its answer: rollout_func returns one for each, as 'logprobs'"
         )
     values = [value for one in logps for value in one if value is not None]
-    no_number = next((value for value in values if np.ndim(value)), None)
+    no_number = next((value for value in values if np.ndim(value) or isinstance(value, str)), None)
     if no_number is not None:
         return f"rollout_func returns a {type(no_number).__name__} for a token as 'logprobs', expected a number"
     return "" if values or not any(answers) else "the engine that samples gave no token a log-probability"
