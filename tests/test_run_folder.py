@@ -127,6 +127,9 @@ def test_what_is_not_finite_is_null_and_no_row_is_lost_for_it(tmp_path):
         (lambda r: r.rollout(-1, reward=0), "step must be a whole number from 0 on, got -1"),
         (lambda r: r.row("rolout", 0), "no kind of row 'rolout'; did you mean 'rollout'"),
         (lambda r: r.row("engine", 0, update=0), "engine rows need 'pair'"),
+        (lambda r: r.rewind(1.5), r"rewind: step must be a whole number from 0 on, got 1\.5"),
+        (lambda r: r.keep_updates(-1), "keep_updates: count must be a whole number from 0 on, got -1"),
+        (lambda r: r.row("rollout", 0, response_length=3), "rollout rows need 'reward', None where it is not known"),
     ],
 )
 def test_a_row_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path, write, said):
@@ -151,6 +154,14 @@ def test_a_crash_leaves_no_done_and_the_rows_and_says_why(tmp_path):
     data = load(tmp_path)
     assert data.rollouts["step"].tolist() == [0, 1, 2]
     assert data.runs[0].config["optim"] == {"steps": 9}
+
+
+def test_the_traceback_of_a_relative_folder_is_in_its_studys_logs(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    with pytest.raises(ZeroDivisionError), RunWriter("seed0", arm="a"):
+        1 / 0  # noqa: B018
+    assert (tmp_path / "logs" / "a_seed0.log").exists() and not (tmp_path / "a" / "logs").exists()
 
 
 def test_a_row_is_written_once_and_a_checkpoint_rewinds(tmp_path):
@@ -216,6 +227,18 @@ def test_tokens_go_with_the_rows_of_their_step(tmp_path):
     run.keep_updates(0)
     assert not list((run.folder / "tokens").glob("*.parquet"))
     run.close()
+
+
+def test_a_table_of_which_no_token_is_kept_goes(tmp_path):
+    same = {name: [0] for name in ("seq", "pos", "token", "flips", "old_logp", "logp_natural")}
+    with RunWriter(tmp_path, arm="a") as run:
+        for step in (0, 1):
+            run.rollout(step, reward=1.0)
+            for update in (1, 2):
+                run.update(step, update, loss=1.0)
+            run.tokens(step, update=[2], **same)
+        assert run.keep_updates(3) == 1
+        assert [path.name for path in (run.folder / "tokens").iterdir()] == ["step_000000.parquet"]
 
 
 def test_tokens_of_a_step_may_come_update_by_update(tmp_path):
