@@ -247,8 +247,11 @@ class RunWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if kind is None:
-            if not self._closed:
-                self.finish()
+            try:
+                if not self._closed:
+                    self.finish()
+            finally:  # a full disk, too: whoever opens the folder again finishes it
+                self.close()
             return
         with suppress(OSError):  # what happened first is what matters
             write_atomic(self._failure, "".join(traceback.format_exception(error)))
