@@ -5,8 +5,8 @@ The rooms; each uses those above it, never those below:
 - `moe_rl.routing`     what routers chose, and making them choose it again
 - `moe_rl.objectives`  log-probabilities and rewards -> advantages, ratios, loss (pure functions)
 - `moe_rl.measure`     tensors -> numbers: log-probabilities, ratio and change metrics, decomposition, noise floor
-- `moe_rl.policy`      load a hub or local model; make the tiny one and its cold start
 - `moe_rl.rollout`     prompts -> completions, their log-probabilities and routes
+- `moe_rl.policy`      load a hub or local model; make the tiny one and its cold start
 - `moe_rl.integrations`  the same instrument inside TRL, ms-swift and verl
 - `moe_rl.training`    one loop for all methods: collect, score, update, probe
 - `moe_rl.study`       many runs -> statistics, figures, a report

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _main(arguments: Sequence[str] | None) -> None:
     waiting_threads_sleep()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments == ["--version"]:
+    if arguments[:1] == ["--version"]:
         from moe_rl import __version__
 
         print(f"moe_rl {__version__}")

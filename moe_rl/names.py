@@ -85,7 +85,7 @@ def load_object(path: str, field: str, error: type[Exception], kind: type[T], wo
         raise error(f"{field}: there is no file {Path(place).absolute()}")
     try:
         module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as raised:  # whatever a user's module may raise while it is imported
+    except (Exception, SystemExit) as raised:  # whatever a user's module, or script, may raise while it is imported
         raise error(f"{field}: cannot import {place!r}: {type(raised).__name__}: {raised}") from raised
     found = getattr(module, name, None)
     if not isinstance(found, kind):

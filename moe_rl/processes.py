@@ -37,7 +37,11 @@ def ends_with_its_reader() -> Iterator[None]:
     was started without input or output (`>&-`) has empty ones."""
     _standard_streams()
     try:
-        yield
+        try:
+            yield
+        except SystemExit:  # of --help, above all
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter flushes at its end

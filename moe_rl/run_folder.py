@@ -90,7 +90,7 @@ class RunWriter:
     ):
         self.folder = _run_folder(Path(folder).expanduser(), arm, seed)
         self._metrics, self._started = self.folder / "metrics.jsonl", time.time()
-        self._failure = self.folder.parent.parent / "logs" / f"{arm}_seed{seed}.log"
+        self._failure = run_place(self.folder).parent.parent / "logs" / f"{arm}_seed{seed}.log"
         self._seen: set[tuple[Any, ...]] = set()
         self._last: dict[str, int] = {}
         self._closed = False
@@ -156,6 +156,8 @@ class RunWriter:
                 raise RunFolderError(f"{kind} rows need {name!r}")
             if name == "update":
                 values[name] = index_of(values[name], name, kind, 0 if kind == "engine" else 1)
+        if kind == "rollout" and "reward" not in values:  # without it the row cannot be read again
+            raise RunFolderError("rollout rows need 'reward', None where it is not known")
         check_lists(kind, values)
         check_counts(kind, values)
         key = (kind, step, *(values[name] for name in ROWS[kind]))
@@ -176,14 +178,16 @@ class RunWriter:
 
     def rewind(self, step: SupportsIndex) -> int:
         """Drop the rows of `step` and later, to be written again, and their tokens; how many rows there were."""
-        dropped = self._drop(lambda row: row["step"] >= step)
-        self._drop_tokens(operator.index(step), 0)
+        first = index_of(step, "step", "rewind", 0)
+        dropped = self._drop(lambda row: row["step"] >= first)
+        self._drop_tokens(first, 0)
         return dropped
 
-    def keep_updates(self, count: int) -> int:
+    def keep_updates(self, count: SupportsIndex) -> int:
         """Drop what was written after the first `count` update rows and the probes of the last of them, and the tokens
         of it; how many rows there were. For a trainer that returns to a checkpoint inside a batch and samples another
         batch there."""
+        count = index_of(count, "count", "keep_updates", 0)
         updates, last, over = 0, None, False
 
         def after(row: dict[str, Any]) -> bool:
@@ -218,9 +222,9 @@ class RunWriter:
         """Tables of tokens after `step`, and in its own what was measured after its first `update` updates."""
         for path in sorted((self.folder / "tokens").glob("step_*.parquet")):
             number = int(path.stem.removeprefix("step_"))
-            if number == step and update:
-                table = read_table(path)
-                kept = table.filter([after <= update for after in table["update"].to_pylist()])
+            table = read_table(path) if number == step and update else None
+            kept = None if table is None else table.filter([n <= update for n in table["update"].to_pylist()])
+            if kept:
                 write_table(path, dict(zip(kept.column_names, kept.columns, strict=True)))
             elif number >= step:
                 path.unlink()
@@ -243,8 +247,11 @@ class RunWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if kind is None:
-            if not self._closed:
-                self.finish()
+            try:
+                if not self._closed:
+                    self.finish()
+            finally:  # a full disk, too: whoever opens the folder again finishes it
+                self.close()
             return
         with suppress(OSError):  # what happened first is what matters
             write_atomic(self._failure, "".join(traceback.format_exception(error)))

@@ -93,8 +93,8 @@ def checked(kind: str, name: str, value: Any) -> Any:
         raise RunFolderError(f"{kind} row, {name}: expected {wanted}, got {value!r}")
     words = metric.unit in ("name", "names", "words")
     items = [item for item in (value if metric.is_list else [value]) if item is not None]
-    truth = metric.unit != "boolean" and any(isinstance(item, bool) for item in items)
-    if truth or any(isinstance(item, str) != words for item in items):
+    other = list if metric.unit == "boolean" else (list, bool)  # a list in a list: a tensor [1, L], say
+    if any(isinstance(item, other) for item in items) or any(isinstance(item, str) != words for item in items):
         raise RunFolderError(f"{kind} row, {name}: expected {'text' if words else 'numbers'}, got {value!r}")
     return value
 

@@ -17,7 +17,7 @@ def differences(a: Any, b: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
         for key in [*a, *(k for k in b if k not in a)]:
             found |= differences(a.get(key), b.get(key), f"{prefix}.{key}" if prefix else str(key))
         return found
-    return {} if a == b else {prefix: (a, b)}
+    return {} if a == b or repr(a) == repr(b) else {prefix: (a, b)}  # NaN is not equal to itself
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

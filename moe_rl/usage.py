@@ -143,4 +143,4 @@ def _rows(title: str, rows: Mapping[str, str]) -> str:
 
 
 def _width() -> int:
-    return min(110, shutil.get_terminal_size((100, 24)).columns)
+    return max(40, min(110, shutil.get_terminal_size((100, 24)).columns))  # narrower ones wrap what is printed

@@ -13,6 +13,9 @@ DEEPEST = 100
 """Levels of nesting. libyaml's reader calls itself for each, and a hundred thousand of them end the process."""
 
 
+MERGE = "tag:yaml.org,2002:merge"
+
+
 class YamlError(ValueError):
     """A text that is no YAML, or none that we take; the message says where."""
 
@@ -51,23 +54,28 @@ class _Loader(_Safe):
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
-        if node is not None and _expanded(node, {}) > LARGEST:
+        if node is not None and self._expanded(node, {}) > LARGEST:
             raise YamlError(f"more than {LARGEST} values, aliases expanded: no file of ours needs so many")
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
-        if len(set(keys)) < len(keys):
-            again = next(key for i, key in enumerate(keys) if key in keys[:i])
-            raise YamlError(f"{again!r} is there twice in the mapping of line {node.start_mark.line + 1}")
-        return super().construct_mapping(node, deep)
+    def _expanded(self, node: yaml.Node, known: dict[int, int]) -> int:
+        """Scalars below a node, those behind aliases counted each time."""
+        if id(node) not in known:
+            known[id(node)] = LARGEST + 1  # a node inside itself
+            if isinstance(node, yaml.MappingNode):
+                self._refuse_twice(node)
+            children = node.value if isinstance(node, yaml.CollectionNode) else ()
+            parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+            known[id(node)] = 1 + sum(self._expanded(part, known) for part in parts)
+        return known[id(node)]
 
-
-def _expanded(node: yaml.Node, known: dict[int, int]) -> int:
-    """Scalars below a node, those behind aliases counted each time."""
-    if id(node) not in known:
-        known[id(node)] = LARGEST + 1  # a node inside itself
-        children = node.value if isinstance(node, yaml.CollectionNode) else ()
-        parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
-        known[id(node)] = 1 + sum(_expanded(part, known) for part in parts)
-    return known[id(node)]
+    def _refuse_twice(self, node: yaml.MappingNode) -> None:
+        """While `<<` is not merged yet: a key beside an inherited one overrides it, and is no second one."""
+        seen = set[Any]()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
+                continue  # the former are refused when the mapping is made
+            name = self.construct_object(key, deep=True)
+            if name in seen:
+                raise YamlError(f"{key.value!r} is there twice in the mapping of line {node.start_mark.line + 1}")
+            seen.add(name)

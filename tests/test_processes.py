@@ -111,6 +111,15 @@ def test_without_standard_streams_nothing_is_printed_into_a_file(closed, tmp_pat
     assert (tmp_path / "file").read_text() == "True True\n"
 
 
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+def test_a_reader_that_has_gone_ends_the_command_quietly():
+    for words, unbuffered in ((["--help"], ""), (["--help"], "1"), (["run", "--help"], ""), (["--version"], "")):
+        command, environ = [sys.executable, "-m", "moe_rl", *words], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+        process.stdout.close()
+        assert (process.wait(60), process.stderr.read()) == (141, "")
+
+
 def test_what_the_output_cannot_show_ends_nothing():
     program = 'import moe_rl.processes as p\nwith p.ends_with_its_reader(): print("a\u2212b")'
     assert printed(program, PYTHONIOENCODING="ascii") == ["a\\u2212b"]

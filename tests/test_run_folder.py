@@ -119,6 +119,7 @@ def test_what_is_not_finite_is_null_and_no_row_is_lost_for_it(tmp_path):
         (lambda r: r.rollout(0, reward="high"), "reward: expected numbers, got 'high'"),
         (lambda r: r.rollout(0, reward=object()), "expected a number, text or a list of them, got object"),
         (lambda r: r.probe(0, 1, site_slots=3), "site_slots: expected a list, got 3"),
+        (lambda r: r.probe(0, 1, site_slots=torch.tensor([[4]])), r"site_slots: expected numbers, got \[\[4\]\]"),
         (lambda r: r.probe(0, 1, site_slots=[1, 2], site_max_vio=[1.0]), r"one length, got .*'site_max_vio': 1"),
         (lambda r: r.probe(0, 1, slots=10, slots_changed=20), "slots_changed is 20 of slots 10"),
         (lambda r: r.probe(0, 1, site_slots=[4, 4], site_slots_changed=[0, 5]), "changed is 5 of site_slots 4"),
@@ -127,6 +128,9 @@ def test_what_is_not_finite_is_null_and_no_row_is_lost_for_it(tmp_path):
         (lambda r: r.rollout(-1, reward=0), "step must be a whole number from 0 on, got -1"),
         (lambda r: r.row("rolout", 0), "no kind of row 'rolout'; did you mean 'rollout'"),
         (lambda r: r.row("engine", 0, update=0), "engine rows need 'pair'"),
+        (lambda r: r.rewind(1.5), r"rewind: step must be a whole number from 0 on, got 1\.5"),
+        (lambda r: r.keep_updates(-1), "keep_updates: count must be a whole number from 0 on, got -1"),
+        (lambda r: r.row("rollout", 0, response_length=3), "rollout rows need 'reward', None where it is not known"),
     ],
 )
 def test_a_row_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path, write, said):
@@ -151,6 +155,14 @@ def test_a_crash_leaves_no_done_and_the_rows_and_says_why(tmp_path):
     data = load(tmp_path)
     assert data.rollouts["step"].tolist() == [0, 1, 2]
     assert data.runs[0].config["optim"] == {"steps": 9}
+
+
+def test_the_traceback_of_a_relative_folder_is_in_its_studys_logs(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    with pytest.raises(ZeroDivisionError), RunWriter("seed0", arm="a"):
+        1 / 0  # noqa: B018
+    assert (tmp_path / "logs" / "a_seed0.log").exists() and not (tmp_path / "a" / "logs").exists()
 
 
 def test_a_row_is_written_once_and_a_checkpoint_rewinds(tmp_path):
@@ -218,6 +230,15 @@ def test_tokens_go_with_the_rows_of_their_step(tmp_path):
     run.close()
 
 
+def test_a_table_of_which_no_token_is_kept_goes(tmp_path):
+    same = {name: [0] for name in ("seq", "pos", "token", "flips", "old_logp", "logp_natural")}
+    with RunWriter(tmp_path, arm="a") as run:
+        for update in (1, 2):
+            run.update(0, update, loss=1.0)
+        run.tokens(0, update=[2], **same)
+        assert run.keep_updates(1) == 1 and not list((run.folder / "tokens").iterdir())
+
+
 def test_tokens_of_a_step_may_come_update_by_update(tmp_path):
     def tokens(run, update, flips, **more):
         same = {name: [0, 1] for name in ("seq", "pos", "token")} | {"old_logp": [-1, -2], "logp_natural": [-1, -2]}
@@ -259,13 +280,15 @@ def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch):
     def full(handle):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"No space left on device.*metrics.jsonl"):
         patch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match=r"No space left on device.*metrics.jsonl"):
-            run.rollout(1, reward=1.0)
+        run.rollout(1, reward=1.0)
     assert (run.folder / "metrics.jsonl").read_bytes() == whole
     run.rollout(1, reward=1.0)  # not taken for written
     run.close()
+    with monkeypatch.context() as patch, pytest.raises(OSError), RunWriter(tmp_path, arm="a") as run:
+        patch.setattr(os, "fsync", full)  # DONE cannot be written
+    RunWriter(tmp_path, arm="a").finish()
 
 
 def test_a_folder_has_one_writer_one_configuration_and_one_end(tmp_path):

@@ -92,6 +92,19 @@ def test_other_programs_say_what_was_before_their_settings(tmp_path):
     assert kept["arguments"] == {"beta": 0.0, "top_p": 1.0}
 
 
+def test_a_key_beside_an_inherited_one_overrides_it():
+    text = "b: &b {a: 1, c: 3}\nd: {q: &x {<<: *b, a: 2}}\ne: {<<: *x}\n"
+    assert parse_yaml(text) == {"b": {"a": 1, "c": 3}, "d": {"q": {"a": 2, "c": 3}}, "e": {"a": 2, "c": 3}}
+
+
+def test_a_setting_that_is_not_a_number_is_equal_to_itself(tmp_path):
+    config = {"limit": float("nan"), "limits": [float("nan"), float("inf")]}
+    RunWriter(tmp_path, arm="a", config=config).close()
+    RunWriter(tmp_path, arm="a", config=config).close()
+    with pytest.raises(RunFolderError, match=r"\(limit: nan there, 1\.0 now\)"):
+        RunWriter(tmp_path, arm="a", config={**config, "limit": 1.0})
+
+
 def test_differences_are_named_and_not_all_listed():
     changed = differences({"a": {"b": 1, "c": 2}, "d": [1]}, {"a": {"b": 1, "c": 3}, "d": [2], "e": None})
     assert changed == {"a.c": (2, 3), "d": ([1], [2])}

@@ -146,8 +146,9 @@ def load_policy(
 
 
 def weights_sha256(model: Any) -> str:
-    """SHA-256 of names, dtypes, shapes and values of a model's parameters and buffers, in the order of names: equal for
-    two models exactly if all of these are."""
+    """SHA-256 of names, dtypes, shapes and values of all tensors that a checkpoint of the model holds, in the order of
+    names: equal for two models exactly if all of these are. Buffers that follow from the configuration, such as rotary
+    frequencies, are none of them."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
@@ -260,7 +261,8 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
                 f"model.path: {path} does not fit its config: {problem.replace('_', ' ')} "
                 f"{sorted(map(str, report[problem]))[:3]}. A damaged or partial checkpoint?"
             )
-    bad = [name for name, p in model.named_parameters() if weights and not bool(torch.isfinite(p).all())]
+    kept = model.state_dict() if weights else {}  # buffers, too: a router's balancing bias is one
+    bad = [name for name, tensor in kept.items() if not bool(torch.isfinite(tensor).all())]
     if bad:
         raise ModelError(
             f"model.path: {path}: {len(bad)} tensors hold values that are not finite, first {bad[0]}. A run that "

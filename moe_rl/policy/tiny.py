@@ -128,7 +128,7 @@ def build_tiny(config: TinyConfig, tokenizer: Any, **implementations: str) -> An
         implementations: `attn_implementation`, `experts_implementation` (default: `TINY_EXPERTS`).
 
     Raises:
-        ModelError: an architecture that cannot be built.
+        ModelError: an architecture that cannot be built; an implementation that is unknown or not installed.
     """
     register_experts()
     implementations = {"experts_implementation": TINY_EXPERTS, **implementations}
@@ -139,7 +139,7 @@ def build_tiny(config: TinyConfig, tokenizer: Any, **implementations: str) -> An
             model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, **implementations)
     except ModelError:
         raise
-    except (ValueError, RuntimeError, ZeroDivisionError) as error:
+    except (ValueError, RuntimeError, ZeroDivisionError, ImportError) as error:  # the last of attn_implementation
         raise ModelError(f"model.tiny: cannot build {config}: {error}") from error
     with torch.no_grad():
         for weight in router_parameters(model):

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import random
@@ -75,12 +76,12 @@ def planned(devices: int | None, memory: float | None) -> Machine:
     if devices is None and memory is None:
         return here
     count = len(here.devices) if devices is None else devices
-    size = here.device_bytes if memory is None else int(memory * 1e9)
-    if count < 1 or size < 1:
+    size = here.device_bytes if memory is None else memory * 1e9
+    if count < 1 or not 1 <= size < math.inf:
         raise ValueError(f"doctor: at least 1 device with some memory, got {count} with {size / 1e9:g} GB")
     kind = here.accelerator if memory is None else "planned"
     names, asked = ("planned device",) * count, devices is not None
-    return replace(here, accelerator=kind, devices=names, device_bytes=size, bf16=True, asked=asked)
+    return replace(here, accelerator=kind, devices=names, device_bytes=int(size), bf16=True, asked=asked)
 
 
 def available_memory() -> int:

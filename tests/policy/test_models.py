@@ -110,6 +110,17 @@ def test_weights_that_do_not_fit_the_config(copied):
         load(copied)
 
 
+@pytest.mark.parametrize("bad", ["gate.weight", "e_score_correction_bias"])
+def test_weights_and_balancing_biases_that_are_not_finite_are_refused(tmp_path, bad):
+    model = build_tiny(replace(SMALL, family="minimax_m2"), TOKENIZER)
+    place = f"model.layers.0.mlp.{bad}"
+    model.state_dict()[place][0] = float("nan")
+    model.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"1 tensors hold values that are not finite, first {place}"):
+        load(tmp_path)
+
+
 def test_a_missing_tokenizer(copied):
     for file in copied.glob("tokenizer*"):
         file.unlink()

@@ -1,5 +1,6 @@
 """Tiny models from scratch and their tokenizer of characters."""
 
+import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -61,3 +62,9 @@ def test_tiny_weights_come_from_its_seed_and_from_nothing_else():
 def test_impossible_tiny_models_are_refused(change, message):
     with pytest.raises(ModelError, match=message):
         build_tiny(replace(SMALL, **change), TOKENIZER)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="of where it is not installed")
+def test_an_implementation_that_is_not_installed_is_refused():
+    with pytest.raises(ModelError, match=r"model\.tiny: cannot build .*FlashAttention2"):
+        build_tiny(SMALL, TOKENIZER, attn_implementation="flash_attention_2")

@@ -193,10 +193,12 @@ def test_a_task_of_ones_own_from_a_file(tmp_path):
         make_task(TaskConfig(f"{file}:Double", {"belov": 7}))
 
 
-def test_a_file_that_fails_is_named(tmp_path):
+@pytest.mark.parametrize(("code", "error"), [("1 / 0", "ZeroDivisionError"), ("raise SystemExit", "SystemExit")])
+def test_a_file_that_fails_is_named(tmp_path, code, error):
+    """A script that ends its process, too: the command would have ended without a word, as if all had gone well."""
     file = tmp_path / "broken.py"
-    file.write_text("1 / 0")
-    with pytest.raises(TaskError, match=r"cannot import .*broken.py.*ZeroDivisionError"):
+    file.write_text(code)
+    with pytest.raises(TaskError, match=rf"cannot import .*broken.py.*{error}"):
         make_task(TaskConfig(f"{file}:Double"))
 
 

@@ -189,6 +189,8 @@ def test_broken_yaml_names_the_file(tmp_path):
     [
         (b"name: s\narms:\n  a: {}\n  b: {}\n  a: {}\n", r"'a' is there twice in the mapping of line 3"),
         (b"name: s\narms: {a: {optim: {steps: 1, steps: 2}}}\n", r"'steps' is there twice in the mapping of line 2"),
+        (b"name: s\narms: {1: {label: a}, 1: {label: b}}\n", r"'1' is there twice in the mapping of line 2"),
+        (b"name: s\narms: {0.10: {}, 0.1: {}}\n", r"'0.1' is there twice in the mapping of line 2"),
         (b"name: s\narms: {on: {}}\n", "arms: YAML reads an unquoted on, .* as True: quote the name"),
         (b"name: \x96\narms: {a: {}}\n", "not valid YAML: 'utf-8' codec"),
     ],

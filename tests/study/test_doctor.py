@@ -396,6 +396,6 @@ def test_planning_for_another_machine():
     assert planned(None, None).devices == inspect_machine().devices
     there = planned(8, 141.0)
     assert len(there.devices) == 8 and there.device_bytes == 141 * 10**9 and there.accelerator == "planned"
-    for devices, memory in ((0, None), (0, 80.0), (8, 0.0), (-1, None)):
+    for devices, memory in ((0, None), (0, 80.0), (8, 0.0), (-1, None), (1, float("nan")), (8, float("inf"))):
         with pytest.raises(ValueError, match="at least 1 device with some memory"):
             planned(devices, memory)
