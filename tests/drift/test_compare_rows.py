@@ -109,6 +109,15 @@ def test_a_shift_is_undone_over_all_tokens_that_have_both_rows(tmp_path):
     assert shifted["slot_change_once_undone"] == pytest.approx(true, abs=1e-12)
 
 
+@pytest.mark.parametrize("tokens", [2, 10])
+def test_no_token_is_among_the_others_that_it_is_held_against(tmp_path, tokens):
+    """Two tokens have each other; of ten a third would meet themselves in the order that is drawn."""
+    words, ids = drawn(tokens, L=4, K=1, E=64)
+    each = np.arange(tokens)[:, None, None] + np.zeros_like(ids[0])  # no two tokens have an expert in common
+    found = between(tmp_path, words, [each + 1], [each + 1])
+    assert found["slot_change_of_other_tokens"] == 1 and found["ok"], found["verdict"]
+
+
 def test_ids_beyond_their_own_site_and_numbers_that_wrapped(tmp_path):
     tokens, ids = drawn(45, 45)
     batch, sites = np.stack(ids), ["a.0.gate", "a.1.gate", "a.2.gate"]
