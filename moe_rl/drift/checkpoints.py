@@ -47,9 +47,12 @@ SIZES = (
     "vocab_size",
 )
 _NO_MATTER = re.compile(
-    "^_|architectures|version|dtype|use_cache|token_id|^output_|return_dict|id2label|label2id|problem_type|^chunk_size"
-    "|initializer|aux_loss|dropout|input_jitter|moe_jitter|^max_position|tie_word|quantization|auto_map|pretraining_tp|gradient"
+    "^_|architectures|version|dtype|use_cache|token_id|^output_(attentions|hidden_states|router_logits)|return_dict"
+    "|id2label|label2id|problem_type|^chunk_size|initializer|aux_loss|dropout|input_jitter|moe_jitter|tie_word"
+    "|quantization|auto_map|pretraining_tp|gradient"
 )
+_BY_POSITIONS = re.compile("dynamic|longrope|yarn")
+"""Rotary frequencies that may depend on the number of positions, which is otherwise no setting."""
 SAMPLE = ("The quick brown fox.", " 12+34=46\n", "(a*b) - c_d", "naïve Ω 漢字 🙂")
 CHECKPOINT = "checkpoint"
 """Where a run folder of ours has its model."""
@@ -103,7 +106,7 @@ def in_order(name: str) -> list[tuple[int, int, str]]:
     ['final', 'step-2', 'step-10']
     """
     parts = re.split(r"(\d+)", name)
-    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in parts if part]
+    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts if part]
 
 
 def steps_of(names: Sequence[str]) -> list[int] | None:
@@ -196,10 +199,11 @@ def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_rem
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration, without what no forward in eval mode depends on."""
+    positions = _BY_POSITIONS.search(str([given.get(name) for name in ("rope_parameters", "rope_scaling")]))
     return {
         name: _settings(value) if isinstance(value, dict) else value
         for name, value in given.items()
-        if not _NO_MATTER.search(str(name))
+        if not _NO_MATTER.search(str(name)) and (positions or not str(name).startswith("max_position"))
     }
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from moe_rl.checks import unreadable_weights
 from moe_rl.cli import main
 from moe_rl.drift import checkpoints
-from moe_rl.drift.checkpoints import _check_weights, _settings, check_device
+from moe_rl.drift.checkpoints import _check_weights, _settings, check_device, fingerprint, in_order
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.run import DriftOptions, run_drift
 from moe_rl.policy.tiny import char_tokenizer
@@ -145,6 +145,32 @@ def test_files_that_transformers_does_not_take_may_be_damaged(tmp_path):
 def test_a_chunk_of_attention_is_a_setting_and_one_of_memory_is_none():
     given = {"attention_chunk_size": 8192, "rope_parameters": {"original_max_position_embeddings": 32}}
     assert _settings({**given, "chunk_size_feed_forward": 2, "max_position_embeddings": 64}) == given
+
+
+@pytest.mark.parametrize("rope_type", ["default", "dynamic", "yarn", "longrope"])
+def test_positions_are_a_setting_where_rotary_frequencies_are_made_from_them(rope_type, tokenizer):
+    """Equal weights, four times as many positions: the same log-probabilities exactly if these are no setting."""
+    rope = {"rope_type": rope_type, "rope_theta": 1e4}
+    if rope_type == "longrope":
+        rope |= {"original_max_position_embeddings": 32, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    elif rope_type != "default":
+        rope |= {"original_max_position_embeddings": 32, "factor": 4.0 if rope_type == "dynamic" else None}
+    fewer, more = (
+        build("qwen3_moe", tokenizer, max_position_embeddings=positions, rope_parameters=dict(rope)).eval()
+        for positions in (64, 256)
+    )
+    ids = torch.arange(100)[None] % len(tokenizer)
+    with torch.no_grad():
+        alike = torch.equal(fewer(ids).logits, more(ids).logits)
+    assert alike == (rope_type == "default") == (fingerprint(fewer) == fingerprint(more))
+
+
+def test_a_kind_of_gate_is_a_setting_and_what_is_returned_is_none():
+    assert _settings({"output_gate_type": "silu", "output_router_logits": True}) == {"output_gate_type": "silu"}
+
+
+def test_names_of_checkpoints_may_hold_digits_that_are_no_numbers():
+    assert sorted(["run-10²", "run-2²"], key=in_order) == ["run-2²", "run-10²"]
 
 
 def test_settings_that_change_what_equal_weights_compute_are_named(saved, prompts, tmp_path, capsys, undrawn):
