@@ -9,7 +9,8 @@ import pandas as pd
 from moe_rl.routing.arrays import FEW_SITES
 
 PREFIXES, UNROUTED = "prefix-cache hits without routes", "tokens without routes"
-"""Faults of tokens that have none: those of the others may be right."""
+LAYERS = "layers without routes"
+"""Faults of tokens, or of layers of one file, that have none: those of the others may be right."""
 
 
 @dataclass(frozen=True)
