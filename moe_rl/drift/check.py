@@ -14,7 +14,7 @@ from torch import nn
 from moe_rl.drift.adapters import Source
 from moe_rl.drift.capture_files import likely_padding, read_capture
 from moe_rl.drift.captured import Captured, Finding, OwnRoutes
-from moe_rl.drift.checkpoints import check_device, check_dtype, load
+from moe_rl.drift.checkpoints import check_device, check_dtype, experts_per_token, load
 from moe_rl.drift.engine_gap import engine_gap, gap_lines, other_arithmetic
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CheckOptions, check_least
@@ -89,19 +89,6 @@ def _loaded(options: CheckOptions, device: torch.device) -> tuple[Any, int]:
         raise DriftError(f"--model: {str(error).removeprefix('model.path: ')}{more}") from error
     model: Any = load("--model", Source(options.model), options.dtype, device, options.trust_remote_code)
     return model, experts_per_token(model.config.get_text_config())
-
-
-def experts_per_token(config: Any) -> int:
-    """What a configuration says; of a number for each layer the largest, 1 where it says nothing.
-
-    >>> from transformers import DbrxConfig
-    >>> experts_per_token(DbrxConfig(ffn_config={"moe_top_k": 4}))
-    4
-    """
-    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
-    places = (config, getattr(config, "ffn_config", None))
-    given = next((getattr(place, name) for place in places for name in names if getattr(place, name, None)), 1)
-    return max(given) if isinstance(given, list) else int(given)
 
 
 def _cut(captured: Captured, options: CheckOptions, say: Say) -> Captured:

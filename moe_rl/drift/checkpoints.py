@@ -178,7 +178,10 @@ def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_rem
                 raise DriftError(
                     f"two architectures: {tensor} is {shapes.get(tensor)} in {first} and {found.get(tensor)} in {name}"
                 )
-        ours, theirs = _settings(a.config.to_dict()), _settings(b.config.to_dict())
+        ours, theirs = (experts_per_token(model.config.get_text_config()) for model in (a, b))
+        if ours != theirs:  # nested, or of another name than in SIZES
+            raise DriftError(f"two architectures: {ours} experts for a token in {first} and {theirs} in {name}")
+        ours, theirs = (_flat(_settings(model.config.to_dict())) for model in (a, b))
         other_settings += [
             f"{key} is {ours.get(key)} in {first} and {theirs.get(key)} in {name}"
             for key in sorted(ours.keys() | theirs.keys())
@@ -205,6 +208,31 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in given.items()
         if not _NO_MATTER.search(str(name)) and (positions or not str(name).startswith("max_position"))
     }
+
+
+def experts_per_token(config: Any) -> int:
+    """What a configuration says; of a number for each layer the largest, 1 where it says nothing.
+
+    >>> from transformers import DbrxConfig
+    >>> experts_per_token(DbrxConfig(ffn_config={"moe_top_k": 4}))
+    4
+    """
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
+    places = (config, getattr(config, "ffn_config", None))
+    given = next((getattr(place, name) for place in places for name in names if getattr(place, name, None)), 1)
+    return max(given) if isinstance(given, list) else int(given)
+
+
+def _flat(given: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """Settings within others by dotted names.
+
+    >>> _flat({"a": 1, "b": {"c": 2}})
+    {'a': 1, 'b.c': 2}
+    """
+    found = {}
+    for name, value in given.items():
+        found |= _flat(value, f"{place}{name}.") if isinstance(value, dict) else {f"{place}{name}": value}
+    return found
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from drift_models import ALPHABET, build, refused, save
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DbrxConfig, DbrxForCausalLM
 
 from moe_rl.checks import unreadable_weights
 from moe_rl.cli import main
 from moe_rl.drift import checkpoints
-from moe_rl.drift.checkpoints import _check_weights, _settings, check_device, fingerprint, in_order
+from moe_rl.drift.adapters import Source
+from moe_rl.drift.checkpoints import _check_weights, _settings, check, check_device, fingerprint, in_order
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.run import DriftOptions, run_drift
 from moe_rl.policy.tiny import char_tokenizer
@@ -189,6 +190,22 @@ def test_settings_that_change_what_equal_weights_compute_are_named(saved, prompt
     assert json.loads((tmp_path / "out" / "drift.json").read_text())["change"]["slot"]["changed"] > 0
     main(["drift", str(old), str(old), *options, "--output", str(tmp_path / "same")])
     assert "Other settings" not in capsys.readouterr().out
+
+
+def test_settings_within_others_are_named_by_themselves_and_another_top_k_is_refused(tokenizer, tmp_path):
+    """DBRX has both in `ffn_config`."""
+    paths = {}
+    for name, changes in {"OLD": {}, "norm": {"moe_normalize_expert_weights": None}, "K": {"moe_top_k": 3}}.items():
+        ffn = {"ffn_hidden_size": 12, "moe_num_experts": 6, "moe_top_k": 2, **changes}
+        config = DbrxConfig(
+            d_model=16, n_heads=2, n_layers=1, max_seq_len=64, vocab_size=len(tokenizer), ffn_config=ffn,
+            attn_config={"kv_n_heads": 2, "rope_theta": 1e4},
+        )  # fmt: skip
+        paths[name] = Source(str(save(DbrxForCausalLM(config), tokenizer, tmp_path / name)))
+    found = check({"OLD": paths["OLD"], "NEW": paths["norm"]})
+    assert found.other_settings == ("ffn_config.moe_normalize_expert_weights is 1.0 in OLD and None in NEW",)
+    with pytest.raises(DriftError, match="two architectures: 2 experts for a token in OLD and 3 in NEW"):
+        check({"OLD": paths["OLD"], "NEW": paths["K"]})
 
 
 def test_a_mistyped_folder_that_could_be_a_hub_id_is_named(saved, prompts, tmp_path, monkeypatch, capsys):
