@@ -69,12 +69,13 @@ class Finding:
 
 @dataclass
 class Work:
-    """Rows of all sequences, one below the other; where each is from, whether it can be compared; `dark`: layers that
-    hold nothing."""
+    """Rows of all sequences, one below the other; where each is from and of which token, whether it can be compared;
+    `dark`: layers that hold nothing."""
 
     ids: np.ndarray
     sequence: np.ndarray
     position: np.ndarray
+    tokens: np.ndarray
     usable: np.ndarray
     findings: list[Finding] = field(default_factory=list)
     dark: list[int] = field(default_factory=list)
@@ -85,8 +86,8 @@ class Work:
 
 def rows_of(captured: Captured, own: OwnRoutes) -> Work:
     """All rows; of a sequence with fewer rows than tokens, where they fit best."""
-    ids, sequence, position, short, long = [], [], [], [], []
-    for b, (rows, model) in enumerate(zip(captured.ids, own.ids, strict=True)):
+    ids, sequence, position, tokens, short, long = [], [], [], [], [], []
+    for b, (rows, model, words) in enumerate(zip(captured.ids, own.ids, captured.tokens, strict=True)):
         n, start = len(model), 0
         if len(rows) > n:
             long.append(b)
@@ -99,8 +100,9 @@ def rows_of(captured: Captured, own: OwnRoutes) -> Work:
         ids.append(rows)
         sequence.append(np.full(len(rows), b))
         position.append(start + np.arange(len(rows)))
-    every = np.concatenate(ids)
-    work = Work(every, np.concatenate(sequence), np.concatenate(position), np.ones(len(every), bool))
+        tokens.append(words[position[-1]])
+    every, *of = map(np.concatenate, (ids, sequence, position, tokens))
+    work = Work(every, *of, usable=np.ones(len(every), bool))
     if long:
         b = long[0]
         work.found("wrong shape", f"sequence {b} has {len(captured.ids[b])} rows for {len(own.ids[b])} tokens")

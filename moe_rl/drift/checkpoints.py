@@ -229,7 +229,7 @@ def _flat(given: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     >>> _flat({"a": 1, "b": {"c": 2}})
     {'a': 1, 'b.c': 2}
     """
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in given.items():
         found |= _flat(value, f"{place}{name}.") if isinstance(value, dict) else {f"{place}{name}": value}
     return found

@@ -82,7 +82,8 @@ def compared(options: CompareOptions) -> dict[str, Any]:
     found: dict[str, Any] = {**dict.fromkeys(MEASURED), "by_site": []}
     if held.any():
         sequence, position = np.nonzero(held_by[1])
-        work = Work(ids[1][sequence, position], sequence, position, np.ones(len(sequence), bool))
+        of, usable = words[sequence, position], np.ones(len(sequence), bool)
+        work = Work(ids[1][sequence, position], sequence, position, of, usable)
         theirs = [side[:n] for side, n in zip(ids[0], lengths, strict=True)]
         most = known or (int(max(side.max() for side in ids)) + 1,) * len(sites)
         own = OwnRoutes(theirs, theirs, sites, most, tuple(range(len(sites))), len(sites))
@@ -92,7 +93,8 @@ def compared(options: CompareOptions) -> dict[str, Any]:
         keys = old.prompts or new.prompts or [str(tokens.tolist()) for tokens in old.tokens]
         clusters = torch.from_numpy(np.unique(np.array(keys), return_inverse=True)[1])
         fixed = [site for site, is_table in zip(sites, tables, strict=True) if is_table]
-        found = _counted(*map(torch.from_numpy, (*ids, held)), clusters, sites, known, fixed)
+        before, after, counted = (torch.from_numpy(part) for part in (*ids, held))
+        found = _counted(before, after, counted, clusters, sites, known, fixed)
         found |= {"clusters_are_prompts": bool(old.prompts or new.prompts)}
         found |= {"slot_change_of_other_tokens": 1 - chance, "slot_change_once_undone": undone}
     faults = list(dict.fromkeys(finding.name for finding in findings if finding.fault))
@@ -280,11 +282,13 @@ def _counted(
     counts = dataclasses.replace(change_counts(old, new, mask), sites=sites)
     of_clusters = by_cluster(changed_in(slots, flips_per_token(old, new), mask), clusters)
     table, loads, why = site_table(counts), {}, "neither file says how many experts there are (--experts)"
-    try:
-        sides = {} if experts is None else {"old": old, "new": new}
-        whole = {side: RoutedExperts(ids, sites, experts, meta={"hash_routed": fixed}) for side, ids in sides.items()}
-    except RoutingError as error:  # ids that no expert has, or one twice
-        whole, why = {}, str(error)
+    whole: dict[str, RoutedExperts] = {}
+    if experts is not None:
+        try:
+            for side, ids in (("old", old), ("new", new)):
+                whole[side] = RoutedExperts(ids, sites, experts, meta={"hash_routed": fixed})
+        except RoutingError as error:  # ids that no expert has, or one twice
+            whole, why = {}, str(error)
     for side, routes in whole.items():
         balance = balance_metrics(expert_load(routes, mask))
         table[f"max_vio_{side}"] = vio = balance["site_max_vio"].numpy()

@@ -224,6 +224,18 @@ def test_a_token_that_lacks_a_route_at_one_layer_is_no_other_choice(own, value, 
     assert result.tokens == sum(LENGTHS) - len(LENGTHS) * 21 and result.as_captured > 0.95
 
 
+@pytest.mark.parametrize(("renamed", "tokens"), [(False, 48), (True, 192)])
+def test_what_is_said_eight_times_fits_no_renaming_by_heart(renamed, tokens):
+    """A group of eight responses to one prompt, all alike: each token's routes are in both halves of the rows."""
+    rng = np.random.default_rng(0)
+    ids, other = (np.argsort(rng.random((tokens, 4, 64)), -1)[..., :6] for _ in range(2))
+    sites = tuple(f"model.layers.{i}.mlp.gate" for i in range(4))
+    model = OwnRoutes([ids] * 8, [ids] * 8, sites, (64,) * 4, (0, 1, 2, 3), 4)
+    given = rng.permutation(64)[ids] if renamed else other
+    result = check_routes(Captured([np.arange(tokens)] * 8, [given] * 8), model)
+    assert faults(result) == ["physical ids" if renamed else "other choices"], result.verdict
+
+
 def test_zeros_of_one_slot_are_no_route_at_many_sites(own):
     """Twelve sites of one expert: three tokens of zeros in each sequence."""
     sites = tuple(f"model.layers.{i}.mlp.gate" for i in range(12))
