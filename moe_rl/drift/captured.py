@@ -101,8 +101,8 @@ def rows_of(captured: Captured, own: OwnRoutes) -> Work:
         sequence.append(np.full(len(rows), b))
         position.append(start + np.arange(len(rows)))
         tokens.append(words[position[-1]])
-    every, *of = map(np.concatenate, (ids, sequence, position, tokens))
-    work = Work(every, *of, usable=np.ones(len(every), bool))
+    every, b_of, t_of, word = (np.concatenate(part) for part in (ids, sequence, position, tokens))
+    work = Work(every, b_of, t_of, word, np.ones(len(every), bool))
     if long:
         b = long[0]
         work.found("wrong shape", f"sequence {b} has {len(captured.ids[b])} rows for {len(own.ids[b])} tokens")
