@@ -18,6 +18,7 @@ import binascii
 import json
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,23 @@ def read_capture(
         none = [np.full(len(words), np.nan) for words in tokens]
         logps = [n if x is None else x for x, n in zip(given, none, strict=True)]
     return Captured(tokens, ids, logps=logps, prompts=prompts, notes=tuple(notes))
+
+
+def likely_padding(tokens: Sequence[np.ndarray], *paths: Path) -> tuple[int, int, str] | None:
+    """The token of which most sequences begin or end with three, how many do, and what to do where it pads the files;
+    None where none does."""
+    runs = Counter(
+        int(token)
+        for words in tokens
+        for token in {end[0] for end in (words[:3], words[-3:]) if len(words) > 3 and (end == end[0]).all()}
+    )
+    if not runs:
+        return None
+    token, many = runs.most_common(1)[0]
+    remedies = [f"write {kind} without it" for kind in UNPADDED if any(path.suffix == kind for path in paths)]
+    if any(path.suffix not in UNPADDED for path in paths):
+        remedies.append(f"give --pad-token-id {token}")
+    return token, many, " and ".join(remedies)
 
 
 def _own(routes: RoutedExperts, path: Path, pad: int | None) -> Captured:

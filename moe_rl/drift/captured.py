@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
+from moe_rl.routing.arrays import FEW_SITES
+
 PREFIXES, UNROUTED = "prefix-cache hits without routes", "tokens without routes"
-"""Faults of tokens that have none: those of the others may be right."""
+LAYERS = "layers without routes"
+"""Faults of tokens, or of layers of one file, that have none: those of the others may be right."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,13 @@ class Finding:
 
 @dataclass
 class Work:
-    """Rows of all sequences, one below the other; where each is from, whether it can be compared; `dark`: layers that
-    hold nothing."""
+    """Rows of all sequences, one below the other; where each is from and of which token, whether it can be compared;
+    `dark`: layers that hold nothing."""
 
     ids: np.ndarray
     sequence: np.ndarray
     position: np.ndarray
+    tokens: np.ndarray
     usable: np.ndarray
     findings: list[Finding] = field(default_factory=list)
     dark: list[int] = field(default_factory=list)
@@ -82,8 +86,8 @@ class Work:
 
 def rows_of(captured: Captured, own: OwnRoutes) -> Work:
     """All rows; of a sequence with fewer rows than tokens, where they fit best."""
-    ids, sequence, position, short, long = [], [], [], [], []
-    for b, (rows, model) in enumerate(zip(captured.ids, own.ids, strict=True)):
+    ids, sequence, position, tokens, short, long = [], [], [], [], [], []
+    for b, (rows, model, words) in enumerate(zip(captured.ids, own.ids, captured.tokens, strict=True)):
         n, start = len(model), 0
         if len(rows) > n:
             long.append(b)
@@ -96,8 +100,9 @@ def rows_of(captured: Captured, own: OwnRoutes) -> Work:
         ids.append(rows)
         sequence.append(np.full(len(rows), b))
         position.append(start + np.arange(len(rows)))
-    every = np.concatenate(ids)
-    work = Work(every, np.concatenate(sequence), np.concatenate(position), np.ones(len(every), bool))
+        tokens.append(words[position[-1]])
+    every, b_of, t_of, word = (np.concatenate(part) for part in (ids, sequence, position, tokens))
+    work = Work(every, b_of, t_of, word, np.ones(len(every), bool))
     if long:
         b = long[0]
         work.found("wrong shape", f"sequence {b} has {len(captured.ids[b])} rows for {len(own.ids[b])} tokens")
@@ -140,12 +145,14 @@ def expected_layers(captured: Captured, own: OwnRoutes, layers: int, work: Work)
 
 
 def find_invalid(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> None:
-    """Zeros, duplicates and ids that no expert has; rows without routes are taken out."""
+    """Zeros, duplicates and ids that no expert has; tokens that lack a route at a layer which holds any are taken
+    out."""
     ids, K = work.ids, work.ids.shape[2]
-    zero = (ids == 0).all(-1)
-    lost = zero.all(1) if K > 1 else np.zeros(len(ids), bool)
-    live = (ids == -1).any(-1).all(1)
-    work.usable = ~lost & ~live
+    zero, live = (ids == 0).all(-1), (ids == -1).any(-1)
+    used = [layer for layer in expected if layer >= 0]
+    lost = zero.all(1) if K > 1 or len(used) >= FEW_SITES else np.zeros(len(ids), bool)
+    nowhere = live.all(1)
+    work.usable = ~lost & ~nowhere
     if not len(ids):
         work.found(UNROUTED, "no token has a row")
         return
@@ -160,28 +167,34 @@ def find_invalid(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> None:
         many = len(np.unique(work.sequence[start]))
         text = f"{start.sum()} tokens at the start of {many} sequences are zeros at every layer"
         work.found(PREFIXES, text)
-    if (inside & ~start).any():
-        at = int(np.flatnonzero(inside & ~start)[0])
-        text = f"{(inside & ~start).sum()} tokens are zeros at every layer, first {_at(work, at)}"
-        work.found(UNROUTED, text)
-    if live.any():
-        work.found("live rows", f"{live.sum()} tokens are -1: their routers decide for themselves", fault=False)
-    used = [layer for layer in expected if layer >= 0]
+    _tell(work, UNROUTED, inside & ~start, "tokens are zeros at every layer")
+    if nowhere.any():
+        work.found("live rows", f"{nowhere.sum()} tokens are -1: their routers decide for themselves", fault=False)
+    empty = (zero | live)[work.usable].all(0)
     dark = [
         layer
         for site, layer in enumerate(expected)
-        if layer >= 0
-        and zero[work.usable, layer].all()
-        and (K > 1 or any(own_ids[:, site].any() for own_ids in own.ids))
+        if layer >= 0 and empty[layer] and (K > 1 or any(own_ids[:, site].any() for own_ids in own.ids))
     ]
-    elsewhere = [c for c in range(ids.shape[1]) if c not in used and not zero[work.usable, c].all()]
+    elsewhere = [c for c in range(ids.shape[1]) if c not in used and not empty[c]]
     if dark and len(elsewhere) < len(dark):
         work.dark = dark
         first = own.sites[expected.index(dark[0])]
         work.found("all zeros", f"{len(dark)} routed layers hold nothing, first {first}")
+    tables = _tables(own, expected)
+    if K > 1:  # of one expert a zero may be expert 0
+        hollow = zero & ~empty
+        hollow[:, tables] = False
+        _tell(work, UNROUTED, hollow.any(1) & work.usable & ~last, "tokens are zeros at some layers only")
+        work.usable &= ~hollow.any(1)
+    some = (live & ~empty).any(1) & work.usable
+    _tell(work, "live rows", some, "tokens are -1 at some layers only, and left out", fault=False)
+    work.usable &= ~some
+    if not work.usable.any() and not any(finding.fault for finding in work.findings):
+        work.found(UNROUTED, "no token has a route at every layer")
     ordered = np.sort(ids, -1)
     twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1) & ~zero & work.usable[:, None]
-    twice[:, _tables(own, expected)] = False
+    twice[:, tables] = False
     if twice.any():
         at, layer = (int(i) for i in np.argwhere(twice)[0])
         text = (
@@ -196,6 +209,11 @@ def find_invalid(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> None:
             f"{ids[at, layer, slot]}"
         )
         work.found("ids out of range", text)
+
+
+def _tell(work: Work, name: str, which: np.ndarray, text: str, fault: bool = True) -> None:
+    if which.any():
+        work.found(name, f"{which.sum()} {text}, first {_at(work, int(np.flatnonzero(which)[0]))}", fault)
 
 
 def _tables(own: OwnRoutes, expected: tuple[int, ...]) -> list[int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from scipy.special import stdtrit
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -48,6 +48,17 @@ def changed_in(
     changed."""
     numerators = torch.stack([slots.sum(-1), flips, (flips > 0).int()], -1) * mask[..., None]
     return torch.cat([numerators.sum(1), mask.sum(1, keepdim=True)], 1).double()
+
+
+def by_cluster(rows: Float[Tensor, "B 4"], clusters: Shaped[Tensor, " B"]) -> Moments:
+    """Moments, over clusters of equal numbers, of the sums of their sequences, which vary together. rows: as in
+    `changed_in`."""
+    _, place = clusters.unique(return_inverse=True)
+    return Moments.of(rows.new_zeros(int(place.max()) + 1, rows.shape[1]).index_add_(0, place, rows))
+
+
+SITE_COLUMNS = "site", "tokens", "tokens_changed", "slots", "slots_changed"
+"""Of `site_table`."""
 
 
 def site_table(counts: ChangeCounts, **labels: str) -> pd.DataFrame:

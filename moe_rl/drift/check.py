@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from moe_rl.drift.adapters import Source
-from moe_rl.drift.capture_files import UNPADDED, read_capture
+from moe_rl.drift.capture_files import likely_padding, read_capture
 from moe_rl.drift.captured import Captured, Finding, OwnRoutes
-from moe_rl.drift.checkpoints import check_device, check_dtype, load
+from moe_rl.drift.checkpoints import check_device, check_dtype, experts_per_token, load
 from moe_rl.drift.engine_gap import engine_gap, gap_lines, other_arithmetic
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CheckOptions, check_least
@@ -72,20 +72,12 @@ def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
     if captured.logps is not None and result.logprobs is None:
         say("no token here has a log-probability of the engine (masked, -inf, or cut off)")
     notes = [Finding("as read", note, False) for note in captured.notes]
-    padding = _padding(captured.tokens) if result.faults and options.pad_token_id is None else None
     after = []
-    if padding is not None:
-        again = f"check again with --pad-token-id {padding}"
-        again = f"write {options.file.suffix} without it" if options.file.suffix in UNPADDED else again
-        text = f"sequences begin or end with runs of token {padding}; if that is padding, its rows were compared, too, "
-        after = [Finding("padding?", f"{text}and what is named above may be nothing else: {again}", False)]
+    if result.faults and options.pad_token_id is None and (padding := likely_padding(captured.tokens, options.file)):
+        token, _, remedy = padding
+        text = f"sequences begin or end with runs of token {token}; if that is padding, its rows were compared, too, "
+        after = [Finding("padding?", f"{text}and what is named above may be nothing else: {remedy}", False)]
     return dataclasses.replace(result, findings=(*notes, *result.findings, *after))
-
-
-def _padding(tokens: Sequence[np.ndarray]) -> int | None:
-    """A token of which sequences begin or end with three."""
-    ends = [end for words in tokens if len(words) > 3 for end in (words[:3], words[-3:])]
-    return next((int(end[0]) for end in ends if (end == end[0]).all()), None)
 
 
 def _loaded(options: CheckOptions, device: torch.device) -> tuple[Any, int]:
@@ -97,19 +89,6 @@ def _loaded(options: CheckOptions, device: torch.device) -> tuple[Any, int]:
         raise DriftError(f"--model: {str(error).removeprefix('model.path: ')}{more}") from error
     model: Any = load("--model", Source(options.model), options.dtype, device, options.trust_remote_code)
     return model, experts_per_token(model.config.get_text_config())
-
-
-def experts_per_token(config: Any) -> int:
-    """What a configuration says; of a number for each layer the largest, 1 where it says nothing.
-
-    >>> from transformers import DbrxConfig
-    >>> experts_per_token(DbrxConfig(ffn_config={"moe_top_k": 4}))
-    4
-    """
-    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
-    places = (config, getattr(config, "ffn_config", None))
-    given = next((getattr(place, name) for place in places for name in names if getattr(place, name, None)), 1)
-    return max(given) if isinstance(given, list) else int(given)
 
 
 def _cut(captured: Captured, options: CheckOptions, say: Say) -> Captured:

@@ -47,9 +47,12 @@ SIZES = (
     "vocab_size",
 )
 _NO_MATTER = re.compile(
-    "^_|architectures|version|dtype|use_cache|token_id|^output_|return_dict|id2label|label2id|problem_type|^chunk_size"
-    "|initializer|aux_loss|dropout|input_jitter|moe_jitter|^max_position|tie_word|quantization|auto_map|pretraining_tp|gradient"
+    "^_|architectures|version|dtype|use_cache|token_id|^output_(attentions|hidden_states|router_logits)|return_dict"
+    "|id2label|label2id|problem_type|^chunk_size|initializer|aux_loss|dropout|input_jitter|moe_jitter|tie_word"
+    "|quantization|auto_map|pretraining_tp|gradient"
 )
+_BY_POSITIONS = re.compile("dynamic|longrope|yarn")
+"""Rotary frequencies that may depend on the number of positions, which is otherwise no setting."""
 SAMPLE = ("The quick brown fox.", " 12+34=46\n", "(a*b) - c_d", "naïve Ω 漢字 🙂")
 CHECKPOINT = "checkpoint"
 """Where a run folder of ours has its model."""
@@ -103,7 +106,7 @@ def in_order(name: str) -> list[tuple[int, int, str]]:
     ['final', 'step-2', 'step-10']
     """
     parts = re.split(r"(\d+)", name)
-    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in parts if part]
+    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts if part]
 
 
 def steps_of(names: Sequence[str]) -> list[int] | None:
@@ -175,7 +178,10 @@ def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_rem
                 raise DriftError(
                     f"two architectures: {tensor} is {shapes.get(tensor)} in {first} and {found.get(tensor)} in {name}"
                 )
-        ours, theirs = _settings(a.config.to_dict()), _settings(b.config.to_dict())
+        ours, theirs = (experts_per_token(model.config.get_text_config()) for model in (a, b))
+        if ours != theirs:  # nested, or of another name than in SIZES
+            raise DriftError(f"two architectures: {ours} experts for a token in {first} and {theirs} in {name}")
+        ours, theirs = (_flat(_settings(model.config.to_dict())) for model in (a, b))
         other_settings += [
             f"{key} is {ours.get(key)} in {first} and {theirs.get(key)} in {name}"
             for key in sorted(ours.keys() | theirs.keys())
@@ -196,11 +202,37 @@ def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_rem
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration, without what no forward in eval mode depends on."""
+    positions = _BY_POSITIONS.search(str([given.get(name) for name in ("rope_parameters", "rope_scaling")]))
     return {
         name: _settings(value) if isinstance(value, dict) else value
         for name, value in given.items()
-        if not _NO_MATTER.search(str(name))
+        if not _NO_MATTER.search(str(name)) and (positions or not str(name).startswith("max_position"))
     }
+
+
+def experts_per_token(config: Any) -> int:
+    """What a configuration says; of a number for each layer the largest, 1 where it says nothing.
+
+    >>> from transformers import DbrxConfig
+    >>> experts_per_token(DbrxConfig(ffn_config={"moe_top_k": 4}))
+    4
+    """
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
+    places = (config, getattr(config, "ffn_config", None))
+    given = next((getattr(place, name) for place in places for name in names if getattr(place, name, None)), 1)
+    return max(given) if isinstance(given, list) else int(given)
+
+
+def _flat(given: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """Settings within others by dotted names.
+
+    >>> _flat({"a": 1, "b": {"c": 2}})
+    {'a': 1, 'b.c': 2}
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        found |= _flat(value, f"{place}{name}.") if isinstance(value, dict) else {f"{place}{name}": value}
+    return found
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

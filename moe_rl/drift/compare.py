@@ -3,7 +3,6 @@ model: what changed, by the definitions of `moe_rl.routing.change`, and which fa
 
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,31 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from moe_rl.drift.capture_files import read_capture
-from moe_rl.drift.captured import PREFIXES, UNROUTED, Captured, Finding, OwnRoutes, Work
-from moe_rl.drift.change_tables import changed_in, intervals_of, site_table
-from moe_rl.drift.compare_rows import PARTS, cut_sets, hash_routed, parts_apart, placed, routed
+from moe_rl.drift.capture_files import likely_padding, read_capture
+from moe_rl.drift.captured import LAYERS, Captured, Finding, OwnRoutes, Work
+from moe_rl.drift.change_tables import SITE_COLUMNS, by_cluster, changed_in, intervals_of, site_table
+from moe_rl.drift.compare_page import page, verdict
+from moe_rl.drift.compare_rows import cut_sets, hash_routed, parts_apart, placed, routed
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CompareOptions, check_least
 from moe_rl.drift.output import finite, output_folder, unfinished
 from moe_rl.drift.route_check import UNTOLD, by_chance, clearly, mean_of, search
 from moe_rl.drift.route_search import pairs_of
-from moe_rl.drift.words import number, percent
+from moe_rl.drift.words import percent
 from moe_rl.files import write_atomic, write_json
 from moe_rl.measure.metrics import balance_metrics, ratio_metrics, ratio_range_metrics
-from moe_rl.measure.moments import Moments
 from moe_rl.routing import RoutedExperts, RoutingError, change_counts, expert_load, flips_per_token, slot_change
+from moe_rl.routing.arrays import pad_left_aligned
 from moe_rl.study.words import count
 
-LAYERS = "layers without routes"
 LARGEST = 65534
 """Largest id of an expert that can be packed."""
 WRITTEN = "compare.json", "sites.csv"
+MEASURED = (
+    "change", "clusters", "clusters_are_prompts", "loads", "loads_left_out", "slot_change_of_other_tokens",
+    "slot_change_once_undone",
+)  # fmt: skip
+"""What compare.json says of tokens that are compared, besides `by_site`; null where there are none."""
 
 
 def run_compare(options: CompareOptions) -> int:
@@ -41,9 +45,10 @@ def run_compare(options: CompareOptions) -> int:
     output = None if options.output is None else output_folder(options.output, options.output, WRITTEN)
     results = compared(options)
     if output is not None:
+        table = pd.DataFrame(results["by_site"], columns=None if results["by_site"] else SITE_COLUMNS)
         with unfinished(output) as folder:
             write_json(folder / WRITTEN[0], results)
-            write_atomic(folder / WRITTEN[1], pd.DataFrame(results["by_site"]).to_csv(index=False))
+            write_atomic(folder / WRITTEN[1], table.to_csv(index=False))
     print(json.dumps(results, indent=1) if options.json else "\n".join(page(results)))
     return 0 if results["ok"] else 1
 
@@ -59,11 +64,10 @@ def compared(options: CompareOptions) -> dict[str, Any]:
     old, new = files = [read_capture(path, options.top_k, options.pad_token_id) for path in paths]
     K = _check_alike(paths, files, options.top_k)
     layers, sites, findings = _paired(paths, files)
-    findings = _notes(paths, files) + findings
     known = _experts(options, files, layers)
     _check_unsigned(paths, files, known)
     lengths = [len(tokens) for tokens in old.tokens]
-    words = _padded(old.tokens, lengths)
+    words = pad_left_aligned([torch.from_numpy(tokens.astype(np.int64)) for tokens in old.tokens], -1).numpy()
     cut = [[ids[:, chosen] for ids in file.ids] for file, chosen in zip(files, layers, strict=True)]
     laid = [placed(one, other, lengths, str(path)) for one, other, path in zip(cut, cut[::-1], paths, strict=True)]
     tables = hash_routed([ids for ids, _, _ in laid], words)
@@ -75,10 +79,11 @@ def compared(options: CompareOptions) -> dict[str, Any]:
         held_by.append(there)
         ids.append(np.where(there[..., None, None], one, -1))
     held = np.logical_and(*held_by)
-    found: dict[str, Any] = {"change": None, "loads": None, "by_site": []}
+    found: dict[str, Any] = {**dict.fromkeys(MEASURED), "by_site": []}
     if held.any():
         sequence, position = np.nonzero(held_by[1])
-        work = Work(ids[1][sequence, position], sequence, position, np.ones(len(sequence), bool))
+        of, usable = words[sequence, position], np.ones(len(sequence), bool)
+        work = Work(ids[1][sequence, position], sequence, position, of, usable)
         theirs = [side[:n] for side, n in zip(ids[0], lengths, strict=True)]
         most = known or (int(max(side.max() for side in ids)) + 1,) * len(sites)
         own = OwnRoutes(theirs, theirs, sites, most, tuple(range(len(sites))), len(sites))
@@ -87,14 +92,15 @@ def compared(options: CompareOptions) -> dict[str, Any]:
         findings += _of("OLD", cut_sets(ids[0], held))
         keys = old.prompts or new.prompts or [str(tokens.tolist()) for tokens in old.tokens]
         clusters = torch.from_numpy(np.unique(np.array(keys), return_inverse=True)[1])
-        found = _counted(
-            torch.from_numpy(ids[0]), torch.from_numpy(ids[1]), torch.from_numpy(held), sites, known, clusters
-        )
+        fixed = [site for site, is_table in zip(sites, tables, strict=True) if is_table]
+        before, after, counted = (torch.from_numpy(part) for part in (*ids, held))
+        found = _counted(before, after, counted, clusters, sites, known, fixed)
         found |= {"clusters_are_prompts": bool(old.prompts or new.prompts)}
         found |= {"slot_change_of_other_tokens": 1 - chance, "slot_change_once_undone": undone}
     faults = list(dict.fromkeys(finding.name for finding in findings if finding.fault))
+    findings = _notes(paths, files, told=bool(faults)) + findings
     results = {
-        "verdict": _verdict(found, faults),
+        "verdict": verdict(found, faults),
         "ok": bool(held.any()) and not faults,
         "findings": [dataclasses.asdict(finding) for finding in findings],
         "old": str(options.old),
@@ -136,8 +142,9 @@ def _explained(work: Work, own: OwnRoutes) -> tuple[float, float | None]:
     return usual, 1 - float(np.mean([each.mean() for each in agree.values()])) if known else None
 
 
-def _notes(paths: Sequence[Path], files: Sequence[Captured]) -> list[Finding]:
-    """How the files were read, and what about them may be meant otherwise."""
+def _notes(paths: Sequence[Path], files: Sequence[Captured], told: bool) -> list[Finding]:
+    """How the files were read, and what about them may be meant otherwise. told: whether a fault was, which padding
+    of one sequence may be."""
     said = [
         Finding("as read", f"{side}: {text}", False)
         for side, f in zip(("OLD", "NEW"), files, strict=True)
@@ -147,15 +154,11 @@ def _notes(paths: Sequence[Path], files: Sequence[Captured]) -> list[Finding]:
         said.append(Finding("one file", "OLD and NEW are the same file", False))
     if len(lacking := [side for side, f in zip(("OLD", "NEW"), files, strict=True) if f.logps is None]) == 1:
         said.append(Finding("log-probabilities", f"{lacking[0]} has none: they are not compared", False))
-    runs = Counter(
-        int(token)
-        for words in files[0].tokens
-        for token in {end[0] for end in (words[:3], words[-3:]) if len(words) > 3 and (end == end[0]).all()}
-    )
-    for token, many in runs.most_common(1):
-        if many > 1:
-            text = f"{many} sequences begin or end with a run of token {token}, and these tokens count"
-            said.append(Finding("padding?", f"{text}: if it is padding of arrays, --pad-token-id {token}", False))
+    token, many, remedy = likely_padding(files[0].tokens, *paths) or (0, 0, "")
+    if many > 1 or (many and told):
+        which = "1 sequence begins or ends" if many == 1 else f"{many} sequences begin or end"
+        text = f"{which} with a run of token {token}, and these tokens count: if it is padding, {remedy}"
+        said.append(Finding("padding?", text, False))
     return said
 
 
@@ -169,13 +172,6 @@ def _check_unsigned(paths: Sequence[Path], files: Sequence[Captured], experts: t
                     f"{path}: sequence {b} has id {ids.max()}, the largest {ids.dtype}: a -1 that wrapped? If there "
                     f"are so many experts: --experts {int(ids.max()) + 1}"
                 )
-
-
-def _padded(tokens: Sequence[np.ndarray], lengths: Sequence[int]) -> Int[np.ndarray, "B T"]:
-    found = np.full((len(tokens), max(lengths)), -1, np.int64)
-    for row, words, n in zip(found, tokens, lengths, strict=True):
-        row[:n] = words
-    return found
 
 
 def _check_alike(paths: Sequence[Path], files: Sequence[Captured], top_k: int | None) -> int:
@@ -220,35 +216,40 @@ def _check_alike(paths: Sequence[Path], files: Sequence[Captured], top_k: int | 
 def _paired(
     paths: Sequence[Path], files: Sequence[Captured]
 ) -> tuple[list[tuple[int, ...]], tuple[str, ...], list[Finding]]:
-    """The layers of each file that are compared, their names, and what is left out: layers that hold nothing, a fault
-    where the other file has routes there."""
+    """The layers of each file that are compared: those of one name where both files have names, else of one number or,
+    in files of other depths, in the order of those that hold routes. Their names, and what is left out: layers that
+    hold nothing, a fault where the other file has routes there."""
     old, new = (file.sites for file in files)
+    columns = [list(range(file.shape()[0])) for file in files]
     if old is not None and new is not None:
         if alone := sorted(set(old) ^ set(new)):
             where = paths[0] if alone[0] in old else paths[1]
             raise DriftError(f"site {alone[0]} is only in {where} (one of {len(alone)}): routes of different models?")
-        return [tuple(range(len(old))), tuple(new.index(site) for site in old)], old, []
-    depths, alike = [file.shape()[0] for file in files], len({file.shape()[0] for file in files}) == 1
+        columns[1] = [new.index(site) for site in old]
+    least = int(old is None or new is None)  # zeros of a file without names may be no routes
     held = [
-        tuple(c for c in range(depth) if any((ids[:, c] > 0).any() for ids in file.ids))
-        for file, depth in zip(files, depths, strict=True)
+        [i for i, c in enumerate(chosen) if any((ids[:, c] >= least).any() for ids in file.ids)]
+        for file, chosen in zip(files, columns, strict=True)
     ]
-    said = [f"{len(c)} of {depth} layers" for c, depth in zip(held, depths, strict=True)]
-    text, notes = f"OLD has routes in {said[0]}, NEW in {said[1]}", []
+    said = [f"{len(i)} of {len(chosen)} layers" for i, chosen in zip(held, columns, strict=True)]
+    text, notes, alike = f"OLD has routes in {said[0]}, NEW in {said[1]}", [], len(columns[0]) == len(columns[1])
     if alike:
         both, either = {*held[0]} & {*held[1]}, {*held[0]} | {*held[1]}
+        names = old or new or columns[0]
         if both and both != either:
-            notes = [Finding(LAYERS, f"{text}: {sorted(either - both)} in one file only, which are in no rate")]
-        if zeros := sorted({*range(depths[0])} - either if either else ()):
+            only = [names[i] for i in sorted(either - both)]
+            notes = [Finding(LAYERS, f"{text}: {only} in one file only, which are in no rate")]
+        if either and (zeros := [names[i] for i in columns[0] if i not in either]):
             text = f"layers {zeros} are all zeros (or -1) in both files: dense, or not captured; they are in no rate"
             notes.append(Finding("layers of zeros", text, fault=False))
-        held = [tuple(sorted(both or either or range(depths[0])))] * 2  # of a file without any, all: that is said
+        held = [sorted(both or either or columns[0])] * 2  # of a file without any, all: that is said
     if len(held[0]) != len(held[1]) or not held[0]:
         raise DriftError(f"{paths[1]} has routes in {said[1]}, {paths[0]} in {said[0]}: capture the same layers")
     if not alike:
         notes += [Finding("dense layers left out", f"{text}; these are compared in their order", fault=False)]
-    named = [tuple(f.sites[c] for c in chosen) for f, chosen in zip(files, held, strict=True) if f.sites is not None]
-    return held, named[0] if named else tuple(f"layer {c}" for c in held[0]), notes
+    layers = [tuple(chosen[i] for i in some) for chosen, some in zip(columns, held, strict=True)]
+    named = [tuple(f.sites[c] for c in some) for f, some in zip(files, layers, strict=True) if f.sites is not None]
+    return layers, named[0] if named else tuple(f"layer {c}" for c in layers[0]), notes
 
 
 def _experts(
@@ -269,34 +270,35 @@ def _counted(
     old: Int[Tensor, "B T L K"],
     new: Int[Tensor, "B T L K"],
     mask: Bool[Tensor, "B T"],
+    clusters: Int[Tensor, " B"],
     sites: tuple[str, ...],
     experts: tuple[int, ...] | None,
-    clusters: Int[Tensor, " B"],
+    fixed: Sequence[str],
 ) -> dict[str, Any]:
-    """Change and load over the tokens of `mask`, and by site. Intervals are over `clusters`, of equal numbers."""
+    """Change and load over the tokens of `mask`, and by site. Intervals are over `clusters`, of equal numbers. fixed:
+    hash-routed sites, which may name an expert twice."""
     old, new, mask, clusters = (part[mask.any(1)] for part in (old, new, mask, clusters))
     slots = (slot_change(old, new) * old.shape[-1]).round().long()
     counts = dataclasses.replace(change_counts(old, new, mask), sites=sites)
-    numbers, where = clusters.unique(return_inverse=True)
-    by_sequence = changed_in(slots, flips_per_token(old, new), mask)
-    summed = by_sequence.new_zeros(len(numbers), by_sequence.shape[1]).index_add_(0, where, by_sequence)
-    change = intervals_of(counts, Moments.of(summed))
-    table, loads, why = site_table(counts), {}, ""
-    try:
-        if experts is None:
-            raise RoutingError("neither file says how many experts there are (--experts)")
-        for side, ids in (("old", old), ("new", new)):
-            balance = balance_metrics(expert_load(RoutedExperts(ids, sites, experts), mask))
-            table[f"max_vio_{side}"] = vio = balance["site_max_vio"].numpy()
-            loads[side] = {"max_vio_mean": vio.mean(), "max_vio_max": vio.max()}
-            loads[side] |= {name: balance[name].item() for name in ("load_entropy_mean", "load_entropy_min")}
-    except RoutingError as error:
-        loads, why = {}, str(error)
+    of_clusters = by_cluster(changed_in(slots, flips_per_token(old, new), mask), clusters)
+    table, loads, why = site_table(counts), {}, "neither file says how many experts there are (--experts)"
+    whole: dict[str, RoutedExperts] = {}
+    if experts is not None:
+        try:
+            for side, ids in (("old", old), ("new", new)):
+                whole[side] = RoutedExperts(ids, sites, experts, meta={"hash_routed": fixed})
+        except RoutingError as error:  # ids that no expert has, or one twice
+            whole, why = {}, str(error)
+    for side, routes in whole.items():
+        balance = balance_metrics(expert_load(routes, mask))
+        table[f"max_vio_{side}"] = vio = balance["site_max_vio"].numpy()
+        loads[side] = {"max_vio_mean": vio.mean(), "max_vio_max": vio.max()}
+        loads[side] |= {name: balance[name].item() for name in ("load_entropy_mean", "load_entropy_min")}
     return {
-        "change": change,
-        "clusters": len(numbers),
+        "change": intervals_of(counts, of_clusters),
+        "clusters": of_clusters.count,
         "loads": loads or None,
-        "loads_left_out": why,
+        "loads_left_out": "" if loads else why,
         "by_site": table.to_dict("records"),
     }
 
@@ -316,67 +318,3 @@ def _gaps(old: Captured, new: Captured) -> dict[str, Any] | None:
     counts = {"tokens": d.numel(), "left_out": int((~np.isnan(a) | ~np.isnan(b)).sum()) - d.numel()}
     counts["zero_in_both"] = int(((a == 0) & (b == 0)).sum())
     return counts | {name: float(found[name]) for name in names}
-
-
-def _verdict(found: dict[str, Any], faults: Sequence[str]) -> str:
-    """One sentence."""
-    if not found["change"]:
-        return f"Nothing can be compared: no token has routes in both files{': ' * bool(faults)}{', '.join(faults)}."
-    parts = []
-    for level, row in found["change"].items():
-        low, high = (percent(row[end]).removesuffix(" %") for end in ("low", "high"))
-        parts.append(f"{percent(row['rate'])} of {level}s{f' [{low}, {high}]' if row['low'] < row['high'] else ''}")
-    said = f"{', '.join(parts[:-1])} and {parts[-1]} changed from OLD to NEW"
-    wrong = [name for name in faults if name not in (PREFIXES, UNROUTED, LAYERS)]
-    if not wrong:
-        return f"{said}{'. Left out: ' * bool(faults)}{', '.join(faults)}."
-    if not (other := [name for name in wrong if name not in (UNTOLD, PARTS)]):
-        these = "these are" if UNTOLD in wrong else "all of these are"
-        return f"Nothing shows that {these} of the same tokens and layers. As they stand, {said}."
-    undone = found["slot_change_once_undone"]
-    more = "" if undone is None else f"; {percent(undone)} of slots once that is undone"
-    return f"This is no change of routing: {', '.join(other)}. As they stand, {said}{more}."
-
-
-def page(results: dict[str, Any]) -> list[str]:
-    """Verdict, findings, what was compared, and a line per site, as text."""
-    without, loads, gaps, rows = (results[name] for name in ("without_route", "loads", "logprobs", "by_site"))
-    lines = [results["verdict"], ""]
-    lines += [f"  {'fault' if f['fault'] else 'note'}: {f['name']}: {f['text']}" for f in results["findings"]]
-    lines.append(
-        f"Compared: {results['compared']} of {count(results['tokens'], 'token')} of "
-        f"{count(results['sequences'], 'sequence')}, {count(len(rows), 'site')}, top-{results['experts_per_token']}. "
-        f"Tokens without a route at every site, in no rate: {without['old']} in OLD, {without['new']} in NEW."
-    )
-    if gaps:
-        lines.append(
-            f"Log-probabilities, d = NEW - OLD over {count(gaps['tokens'], 'token')}: mean |d| "
-            f"{number(gaps['gap_mean'])} nats, k3 {number(gaps['k3'])}, ratio e^d outside [0.9, 1.1] for "
-            f"{percent(gaps['outside_fraction'])}; {gaps['left_out']} left out (in one file only, or not finite)."
-        )
-        if gaps["zero_in_both"]:
-            lines.append(f"  {gaps['zero_in_both']} of these are exactly 0 in both files: filled in, of a prompt?")
-    if not rows:
-        return lines
-    lines.append(
-        f"With routes of other tokens {percent(results['slot_change_of_other_tokens'])} of slots would differ."
-    )
-    whose = "prompt" if results["clusters_are_prompts"] else "sequence of other tokens"
-    alone = "" if results["clusters_are_prompts"] else "; responses to one prompt are taken as independent"
-    lines.append(f"Intervals are over {results['clusters']} clusters, one for each {whose}{alone}.")
-    for side, load in (loads or {}).items():
-        vio, most, entropy = (number(load[name]) for name in ("max_vio_mean", "max_vio_max", "load_entropy_mean"))
-        lines.append(f"Load of experts, {side.upper()}: MaxVio {vio} (largest {most}), entropy {entropy} nats.")
-    if not loads:
-        lines.append(f"Load of experts: not said; {results['loads_left_out']}")
-    width = max(len(row["site"]) for row in rows)
-    lines += ["", f"  {'site':{width}}  tokens   slots    sets{'  MaxVio OLD     NEW' if loads else ''}"]
-    for row in rows:
-        cells = f"{percent(row['slots_changed'] / row['slots']):>8}{percent(row['tokens_changed'] / row['tokens']):>8}"
-        more = f"{number(row['max_vio_old']):>12}{number(row['max_vio_new']):>8}" if loads else ""
-        lines.append(f"  {row['site']:{width}}  {row['tokens']:6}{cells}{more}")
-    return [
-        *lines,
-        "",
-        "  slots: share of experts that changed; sets: of tokens whose set of experts did, in any order",
-    ]

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor, nn
 
-from moe_rl.drift.change_tables import Positions, rates_of, site_table
+from moe_rl.drift.change_tables import SITE_COLUMNS, Positions, rates_of, site_table
 from moe_rl.measure.noise_floor import NoiseFloor
 from moe_rl.measure.scoring import Scored, TokenBatch
 from moe_rl.routing import ChangeCounts, change_counts
@@ -89,8 +89,7 @@ class Floor:
     def sites(self) -> pd.DataFrame:
         """One row per variant and routing site, as the comparison's own table."""
         parts = [site_table(variant.counts, variant=name) for name, variant in self._measured().items()]
-        columns = ["variant", "site", "tokens", "tokens_changed", "slots", "slots_changed"]
-        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["variant", *SITE_COLUMNS])
 
     def positions(self) -> pd.DataFrame:
         """One row per variant and position in the measured text."""

@@ -220,9 +220,11 @@ def _by_token(work: Work, own: OwnRoutes, best: Explanation) -> Float[np.ndarray
 
 
 def by_chance(work: Work, own: OwnRoutes, best: Explanation) -> dict[int, float]:
-    """Mean agreement at each site with the routes of other tokens, in random order: files hold some sequences twice."""
+    """Mean agreement at each site with the routes of another token, in random order: files hold some sequences twice.
+    Of a single token, which has no other, with its own."""
     a, b, _ = pairs_of(work, own, best.shift, SEARCHED)
-    slots = best.slots(a, np.random.default_rng(0).permutation(b))
+    order = np.random.default_rng(0).permutation(len(a))
+    slots = best.slots(a[order], b[np.roll(order, 1)])  # one cycle: a mere permutation leaves some where they are
     return {site: float(each.mean()) for site, each in slots.items()} if len(a) else {}
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Integer
+from jaxtyping import Bool, Float, Integer
 from scipy.optimize import linear_sum_assignment
 
 from moe_rl.drift.captured import OwnRoutes, Work
@@ -43,7 +43,7 @@ def explanations(work: Work, own: OwnRoutes, layers: tuple[int, ...]) -> list[Ex
     width = _width(work, own)
     for shift in SHIFTS:
         moved = 1 if shift else 0
-        a, b, _ = pairs_of(work, own, shift, SEARCHED)
+        a, b, rows = pairs_of(work, own, shift, SEARCHED)
         if len(a) < 2:
             continue
         overlaps = _overlaps(a, b, width)
@@ -56,8 +56,10 @@ def explanations(work: Work, own: OwnRoutes, layers: tuple[int, ...]) -> list[Ex
         if best != layers:
             rate = float(overlaps[captured, sites].mean())
             found.append(Explanation(shift, best, None, rate, moved + 1))
-        if min(layers) >= 0 and len(a) >= 16:
-            odd, even = slice(1, None, 2), slice(0, None, 2)  # fitted on one half, judged on the other
+        # Fitted on every other word of the text and judged on the rest, for what is said twice is routed alike.
+        odd = np.unique(work.tokens[rows], return_inverse=True)[1] % 2 == 1
+        even = ~odd
+        if min(layers) >= 0 and min(odd.sum(), even.sum()) >= 8:
             maps = [_renamed(a[:, c], b[:, site], odd, width) for site, c in enumerate(layers)]
             rates = [slots_of(mapped(a[even, c], maps[site]), b[even, site]).mean() for site, c in enumerate(layers)]
             found.append(Explanation(shift, layers, tuple(maps), float(np.mean(rates)), moved + 2))
@@ -101,7 +103,7 @@ def _hot(ids: Integer[np.ndarray, "n layers K"], width: int) -> Float[np.ndarray
     return hot[..., :-1]
 
 
-def _renamed(captured: np.ndarray, model: np.ndarray, fit: slice, width: int) -> np.ndarray:
+def _renamed(captured: np.ndarray, model: np.ndarray, fit: Bool[np.ndarray, " n"], width: int) -> np.ndarray:
     """For each captured id the expert that comes with it most often on the rows `fit`; -1 for one not there."""
     x, y = _hot(captured[:, None], width)[0, fit], _hot(model[:, None], width)[0, fit]
     together = x.T @ y

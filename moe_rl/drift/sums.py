@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from moe_rl.drift.change_tables import Positions, changed_in, intervals_of, rates_of, site_table
+from moe_rl.drift.change_tables import Positions, by_cluster, changed_in, intervals_of, rates_of, site_table
 from moe_rl.drift.passes import Measured
 from moe_rl.measure.moments import Moments, Shares, SiteShares
 from moe_rl.routing import ChangeCounts, change_counts, flips_per_token, site_change, slot_change
@@ -54,11 +54,9 @@ class Sums:
 
     @property
     def prompts(self) -> Moments:
-        """Of slots, sites and tokens changed, and of tokens, over prompts: of each the sum of its sequences, which vary
-        together."""
+        """Of slots, sites and tokens changed, and of tokens, over prompts."""
         rows = torch.cat(self.sequences)
-        _, place = rows[:, 4].unique(return_inverse=True)
-        return Moments.of(rows.new_zeros(int(place.max()) + 1, 4).index_add_(0, place, rows[:, :4]))
+        return by_cluster(rows[:, :4], rows[:, 4])
 
     def swaps(self) -> dict[str, dict[str, dict[str, float]]] | None:
         """Slot, site and token change by new routers on the old body (`routers`) and by old routers on the new body

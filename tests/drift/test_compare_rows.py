@@ -4,12 +4,13 @@ import base64
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from test_compare_routes import comparison, lines, names, put
 
 from moe_rl.drift.capture_files import read_capture
-from moe_rl.drift.compare import compared
+from moe_rl.drift.compare import compared, run_compare
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CompareOptions
 from moe_rl.routing import RoutedExperts
@@ -79,6 +80,55 @@ def test_an_expert_twice_is_a_table_only_if_a_token_id_always_has_the_same_row(t
     assert set(names(between(tmp_path, tokens, [one, ids[1]], [other, ids[1]]))) == {"duplicates"}
 
 
+def test_a_table_that_names_an_expert_twice_has_a_load(tmp_path):
+    tokens, ids = drawn(60, 45)
+    rows = np.array([[t % 8, t % 4] for t in range(50)])
+    table = [put(x, (slice(None), 1), rows[words]) for words, x in zip(tokens, ids, strict=True)]
+    found = between(tmp_path, tokens, table, table, experts=8)
+    load = np.bincount(rows[np.concatenate(tokens)].ravel(), minlength=8)
+    assert found["loads"]["old"] == found["loads"]["new"] and found["loads_left_out"] == ""
+    assert found["by_site"][1]["max_vio_new"] == pytest.approx(load.max() / load.mean() - 1)
+
+
+def test_loads_are_of_both_sides_or_of_none(tmp_path):
+    """An id that no expert has, in NEW alone: nothing of OLD stands in the tables either."""
+    tokens, ids = drawn(60, 45)
+    found = between(tmp_path, tokens, ids, [put(ids[0], (5, 2, 0), 99), ids[1]], experts=8)
+    assert found["loads"] is None and "names expert 99" in found["loads_left_out"]
+    assert not any(name.startswith("max_vio") for row in found["by_site"] for name in row)
+
+
+def test_a_site_without_routes_is_left_out_where_files_name_their_sites_too(tmp_path):
+    tokens, ids = drawn(45, 45)
+    whole, sites = np.stack(ids), ["a.0.gate", "a.1.gate", "a.2.gate"]
+    dark = put(whole, (slice(None), slice(None), 1), -1)
+    for name, given in (("whole", whole), ("dark", dark)):
+        path = tmp_path / f"{name}.safetensors"
+        RoutedExperts(given, sites, 8, tokens=np.array(tokens)).save(path)
+    both = compared(CompareOptions(tmp_path / "dark.safetensors", tmp_path / "dark.safetensors"))
+    one = compared(CompareOptions(tmp_path / "whole.safetensors", tmp_path / "dark.safetensors"))
+    for found in (both, one):
+        assert found["compared"] == 90 and [row["site"] for row in found["by_site"]] == ["a.0.gate", "a.2.gate"]
+    assert both["ok"] and "layers ['a.1.gate'] are all zeros (or -1) in both" in both["findings"][1]["text"]
+    assert names(one) == ["layers without routes"] and "['a.1.gate'] in one file only" in one["findings"][0]["text"]
+    first = RoutedExperts(0 * whole[..., :1], sites, 8, tokens=np.array(tokens))  # of top-1: expert 0, says its name
+    first.save(tmp_path / "first.safetensors")
+    found = compared(CompareOptions(tmp_path / "first.safetensors", tmp_path / "first.safetensors"))
+    assert found["compared"] == 90 and len(found["by_site"]) == 3
+
+
+def test_where_nothing_is_compared_every_number_is_null_and_the_table_empty(tmp_path):
+    tokens, ids = drawn(45)
+    whole = between(tmp_path, tokens, ids, ids, experts=8)
+    old, new = lines(tmp_path / "a.jsonl", [ids[0].tolist()], tokens), tmp_path / "b.jsonl"
+    lines(new, [(0 * ids[0]).tolist()], tokens)
+    assert run_compare(CompareOptions(old, new, output=tmp_path / "out")) == 1
+    found = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert set(found) == set(whole) and found["change"] is found["clusters"] is found["slot_change_once_undone"] is None
+    table = pd.read_csv(tmp_path / "out" / "sites.csv")
+    assert len(table) == 0 and list(table) == ["site", "tokens", "tokens_changed", "slots", "slots_changed"]
+
+
 @pytest.mark.parametrize("tokens_without", [1, 0])
 def test_short_sequences_are_placed_alike_or_refused(tmp_path, tokens_without):
     """Two rows of twenty at two layers, a third of the slots changed: each alone would be misplaced now and then."""
@@ -107,6 +157,15 @@ def test_a_shift_is_undone_over_all_tokens_that_have_both_rows(tmp_path):
     shifted = between(tmp_path, tokens, ids, [np.roll(x, 1, 0) for x in new])
     true = between(tmp_path, tokens, [x[:-1] for x in ids], [x[:-1] for x in new])["change"]["slot"]["rate"]
     assert shifted["slot_change_once_undone"] == pytest.approx(true, abs=1e-12)
+
+
+@pytest.mark.parametrize("tokens", [2, 10])
+def test_no_token_is_among_the_others_that_it_is_held_against(tmp_path, tokens):
+    """Two tokens have each other; of ten a third would meet themselves in the order that is drawn."""
+    words, ids = drawn(tokens, L=4, K=1, E=64)
+    each = np.arange(tokens)[:, None, None] + np.zeros_like(ids[0])  # no two tokens have an expert in common
+    found = between(tmp_path, words, [each + 1], [each + 1])
+    assert found["slot_change_of_other_tokens"] == 1 and found["ok"], found["verdict"]
 
 
 def test_ids_beyond_their_own_site_and_numbers_that_wrapped(tmp_path):
@@ -172,6 +231,22 @@ def test_padding_is_named_taken_out_and_known_where_a_mask_hid_it(tmp_path):
         found = compared(CompareOptions(*known, pad_token_id=pad))
         assert (found["tokens"], found["compared"], found["change"]["slot"]["changed"]) == (90, 90, 0)
         assert pad is None or found["findings"][0]["text"].endswith("--pad-token-id nothing")
+
+
+def test_padding_of_one_sequence_is_named_where_there_is_a_fault_and_advice_is_of_what_the_file_takes(tmp_path):
+    tokens, ids = drawn(60, 45)
+    wide = np.array([tokens[0], tokens[1] + [0] * 15])
+    both = [np.stack([ids[0], np.concatenate([ids[1], *drawn(15, seed=seed)[1]])]) for seed in (1, 2)]
+    found = compared(CompareOptions(*files(tmp_path, tokens=wide, routed_experts=both)))
+    assert names(found) == ["parts not told apart"]
+    assert found["findings"][0]["text"] == (
+        "1 sequence begins or ends with a run of token 0, and these tokens count: if it is padding, give "
+        "--pad-token-id 0"
+    )
+    found = compared(CompareOptions(*files(tmp_path, tokens=wide, routed_experts=both[:1] * 2)))
+    assert found["ok"] and found["findings"] == []
+    found = comparison(tmp_path, *([x.tolist() for x in one] for one in both), wide.tolist())
+    assert found["findings"][0]["text"].endswith("if it is padding, write .jsonl without it")
 
 
 def test_intervals_are_over_prompts_or_sequences_of_other_tokens(tmp_path):

@@ -8,12 +8,13 @@ import pytest
 import torch
 from drift_models import ALPHABET, build, refused, save
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DbrxConfig, DbrxForCausalLM
 
 from moe_rl.checks import unreadable_weights
 from moe_rl.cli import main
 from moe_rl.drift import checkpoints
-from moe_rl.drift.checkpoints import _check_weights, _settings, check_device
+from moe_rl.drift.adapters import Source
+from moe_rl.drift.checkpoints import _check_weights, _settings, check, check_device, fingerprint, in_order
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.run import DriftOptions, run_drift
 from moe_rl.policy.tiny import char_tokenizer
@@ -147,6 +148,32 @@ def test_a_chunk_of_attention_is_a_setting_and_one_of_memory_is_none():
     assert _settings({**given, "chunk_size_feed_forward": 2, "max_position_embeddings": 64}) == given
 
 
+@pytest.mark.parametrize("rope_type", ["default", "dynamic", "yarn", "longrope"])
+def test_positions_are_a_setting_where_rotary_frequencies_are_made_from_them(rope_type, tokenizer):
+    """Equal weights, four times as many positions: the same log-probabilities exactly if these are no setting."""
+    rope = {"rope_type": rope_type, "rope_theta": 1e4}
+    if rope_type == "longrope":
+        rope |= {"original_max_position_embeddings": 32, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    elif rope_type != "default":
+        rope |= {"original_max_position_embeddings": 32, "factor": 4.0 if rope_type == "dynamic" else None}
+    fewer, more = (
+        build("qwen3_moe", tokenizer, max_position_embeddings=positions, rope_parameters=dict(rope)).eval()
+        for positions in (64, 256)
+    )
+    ids = torch.arange(100)[None] % len(tokenizer)
+    with torch.no_grad():
+        alike = torch.equal(fewer(ids).logits, more(ids).logits)
+    assert alike == (rope_type == "default") == (fingerprint(fewer) == fingerprint(more))
+
+
+def test_a_kind_of_gate_is_a_setting_and_what_is_returned_is_none():
+    assert _settings({"output_gate_type": "silu", "output_router_logits": True}) == {"output_gate_type": "silu"}
+
+
+def test_names_of_checkpoints_may_hold_digits_that_are_no_numbers():
+    assert sorted(["run-10²", "run-2²"], key=in_order) == ["run-2²", "run-10²"]
+
+
 def test_settings_that_change_what_equal_weights_compute_are_named(saved, prompts, tmp_path, capsys, undrawn):
     """As a converter of checkpoints leaves them that lost a setting."""
     old, _ = saved("qwen3_moe")
@@ -163,6 +190,22 @@ def test_settings_that_change_what_equal_weights_compute_are_named(saved, prompt
     assert json.loads((tmp_path / "out" / "drift.json").read_text())["change"]["slot"]["changed"] > 0
     main(["drift", str(old), str(old), *options, "--output", str(tmp_path / "same")])
     assert "Other settings" not in capsys.readouterr().out
+
+
+def test_settings_within_others_are_named_by_themselves_and_another_top_k_is_refused(tokenizer, tmp_path):
+    """DBRX has both in `ffn_config`."""
+    paths = {}
+    for name, changes in {"OLD": {}, "norm": {"moe_normalize_expert_weights": None}, "K": {"moe_top_k": 3}}.items():
+        ffn = {"ffn_hidden_size": 12, "moe_num_experts": 6, "moe_top_k": 2, **changes}
+        config = DbrxConfig(
+            d_model=16, n_heads=2, n_layers=1, max_seq_len=64, vocab_size=len(tokenizer), ffn_config=ffn,
+            attn_config={"kv_n_heads": 2, "rope_theta": 1e4},
+        )  # fmt: skip
+        paths[name] = Source(str(save(DbrxForCausalLM(config), tokenizer, tmp_path / name)))
+    found = check({"OLD": paths["OLD"], "NEW": paths["norm"]})
+    assert found.other_settings == ("ffn_config.moe_normalize_expert_weights is 1.0 in OLD and None in NEW",)
+    with pytest.raises(DriftError, match="two architectures: 2 experts for a token in OLD and 3 in NEW"):
+        check({"OLD": paths["OLD"], "NEW": paths["K"]})
 
 
 def test_a_mistyped_folder_that_could_be_a_hub_id_is_named(saved, prompts, tmp_path, monkeypatch, capsys):

@@ -212,6 +212,49 @@ def test_live_rows_and_the_last_token_are_no_faults(own):
     assert [f.name for f in result.findings] == ["live rows"]
 
 
+@pytest.mark.parametrize(("value", "named"), [(0, [("tokens without routes", True)]), (-1, [("live rows", False)])])
+def test_a_token_that_lacks_a_route_at_one_layer_is_no_other_choice(own, value, named):
+    def change(ids, b):
+        ids[10:30, 2] = value
+        return ids
+
+    result = check_routes(capture(own, change), own)
+    assert [(f.name, f.fault) for f in result.findings] == named
+    assert "first sequence 0, token 10" in result.findings[0].text
+    assert result.tokens == sum(LENGTHS) - len(LENGTHS) * 21 and result.as_captured > 0.95
+
+
+@pytest.mark.parametrize(("renamed", "tokens"), [(False, 48), (True, 192)])
+def test_what_is_said_eight_times_fits_no_renaming_by_heart(renamed, tokens):
+    """A group of eight responses to one prompt, all alike: each token's routes are in both halves of the rows."""
+    rng = np.random.default_rng(0)
+    ids, other = (np.argsort(rng.random((tokens, 4, 64)), -1)[..., :6] for _ in range(2))
+    sites = tuple(f"model.layers.{i}.mlp.gate" for i in range(4))
+    model = OwnRoutes([ids] * 8, [ids] * 8, sites, (64,) * 4, (0, 1, 2, 3), 4)
+    given = rng.permutation(64)[ids] if renamed else other
+    result = check_routes(Captured([np.arange(tokens)] * 8, [given] * 8), model)
+    assert faults(result) == ["physical ids" if renamed else "other choices"], result.verdict
+
+
+def test_zeros_of_one_slot_are_no_route_at_many_sites(own):
+    """Twelve sites of one expert: three tokens of zeros in each sequence."""
+    sites = tuple(f"model.layers.{i}.mlp.gate" for i in range(12))
+    ids = [np.random.default_rng(n).integers(0, E, (n, 12, 1)) for n in LENGTHS]
+    model = OwnRoutes(ids, ids, sites, (E,) * 12, tuple(range(12)), 12)
+    rows = [x.copy() for x in ids]
+    for x in rows:
+        x[20:23] = 0
+    result = check_routes(Captured([np.arange(n) for n in LENGTHS], rows), model)
+    assert faults(result) == ["tokens without routes"] and result.as_captured == 1
+
+
+def test_of_a_file_without_any_route_nothing_agrees():
+    """Of top-1 zeros may be expert 0, and this model chooses it everywhere."""
+    model = OwnRoutes([np.zeros((9, 2, 1), int)], [np.zeros((9, 2, 1), int)], ("a", "b"), (E,) * 2, (0, 1), 2)
+    result = check_routes(Captured([np.arange(9)], [np.full((9, 2, 1), -1)]), model)
+    assert faults(result) == ["tokens without routes"] and result.tokens == 0
+
+
 def test_floats_are_refused(own):
     with pytest.raises(ValueError, match=r"expected integer ids .* got \['float64 \["):
         check_routes(capture(own, lambda ids, b: ids.astype(float)), own)
