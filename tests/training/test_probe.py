@@ -17,6 +17,7 @@ from micro import MICRO, rows
 from moe_rl.measure import token_logps
 from moe_rl.measure.noise_floor import floor_metrics
 from moe_rl.training import EvalConfig, MethodConfig, ProbeConfig, begin, probe, probe_options, run, validate
+from moe_rl.training.config import DistributedConfig
 from moe_rl.training.loop import collect_batch, start_probe
 from moe_rl.training.route_tables import read_route_table, write_route_table
 
@@ -171,6 +172,10 @@ def test_comparing_gradients_changes_nothing_else_and_finds_no_bias_where_no_wei
         (
             {"probe": ProbeConfig(sequences=2, gradients=True), "method": MethodConfig(objective="dpo")},
             "probe.gradients does not go with this method.objective",
+        ),
+        (
+            {"probe": ProbeConfig(sequences=2, gradients=True), "distributed": DistributedConfig("ddp")},
+            "probe.gradients does not go with this distributed.strategy",
         ),
     ],
 )

@@ -4,19 +4,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from micro import MICRO, rows
 
-from moe_rl.objectives import dpo_coefficients, reward_model_loss
+from moe_rl.objectives import dpo_coefficients, group_advantages, reward_model_loss
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import Problem, Rollout
 from moe_rl.rollout.character_tasks import ModChain
 from moe_rl.routing import RoutedExperts
-from moe_rl.training import OptimConfig, RewardConfig
+from moe_rl.training import OptimConfig, ProbeConfig, RewardConfig, run
 from moe_rl.training.batch import Batch
 from moe_rl.training.dpo import best_and_worst, pair_loss, preferences
+from moe_rl.training.loop import collect_batch, responses
+from moe_rl.training.other_methods import retrain_reward_model
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import Comparisons, RewardModel, ranked_pairs
 
 TINY = TinyConfig(hidden_size=16, num_layers=1, num_heads=2, num_experts=4, moe_intermediate_size=8)
+
+LEARNED = replace(
+    MICRO,
+    reward=RewardConfig(model="learned", initial_batches=1, retrain_every=1, batch_size=4),
+    probe=ProbeConfig(every=0),
+)
 
 
 def reward_model(**config):
@@ -113,6 +122,33 @@ def test_history_is_bounded_and_survives_a_checkpoint():
     other.restore(model.tensors())
     assert len(other.history) == 5 and len(other.fresh) == 2
     assert torch.equal(other.fresh.input_ids, model.fresh.input_ids)
+
+
+def test_a_learned_reward_makes_the_advantages_and_hears_the_verifier(state_of, tmp_path):
+    state = state_of(LEARNED, tmp_path)
+    assert retrain_reward_model(state, responses)["reward_model_new"] > 0
+    batch, model = collect_batch(state), state.reward_model
+    learned = model.scores(batch.input_ids, batch.attention_mask).detach()
+    torch.testing.assert_close(batch.advantages, group_advantages(learned, 4), atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(batch.advantages, group_advantages(batch.rewards, 4), atol=0.1)
+    assert len(model.fresh) == len(ranked_pairs(batch.rewards, 4)) > 0
+    (row,) = rows(tmp_path, "rollout")
+    lengths = batch.completion_mask.sum(1).float()
+    assert [row["reward"], row["reward_std"], row["response_length"]] == pytest.approx(
+        [float(x) for x in (batch.rewards.mean(), batch.rewards.std(), lengths.mean())]
+    )
+    assert row["learned_reward"] == pytest.approx(float(learned.mean()), rel=1e-4)
+    assert row["learned_reward_agreement"] == model.agreement(batch.rewards, learned, 4)
+
+
+def test_a_reward_model_is_retrained_when_it_is_due_on_all_that_was_sampled_since(state_of, tmp_path):
+    reward = replace(LEARNED.reward, retrain_every=2, epochs=1)
+    state, heard = state_of(replace(LEARNED, reward=reward, optim=replace(MICRO.optim, steps=3)), tmp_path), []
+    observe = state.reward_model.observe
+    state.reward_model.observe = lambda rollout: (heard.append(len(ranked_pairs(rollout.rewards, 4))), observe(rollout))
+    run(state)
+    steps = [row.get("reward_model_new") for row in rows(tmp_path, "step")]
+    assert steps == [heard[0], None, heard[1] + heard[2]] and len(heard) == 1 + 3, "one batch before the first step"
 
 
 def test_comparisons_of_different_widths_join():
