@@ -383,15 +383,6 @@ def test_models_that_are_trained_beside_the_policy_are_saved_with_it():
     assert beside.checkpoint_bytes - adapters.checkpoint_bytes >= 14 * P and beside.host_bytes >= 12 * P
 
 
-def test_predictors_keep_what_the_routers_saw():
-    pr2 = run(QWEN, method=MethodConfig(replay="PR2"))
-    of = plan(pr2)
-    found, tokens = needs(pr2), 256 * (of.prompt_tokens + of.new_tokens)
-    assert found["router inputs and logits"] == tokens * 48 * (2048 + 2 * 128) * 4
-    assert found["predictors"] == 16 * 48 * 2048 * 128
-    assert not {"router inputs and logits", "predictors"} & set(needs(run(QWEN)))
-
-
 def test_planning_for_another_machine():
     assert planned(None, None).devices == inspect_machine().devices
     there = planned(8, 141.0)

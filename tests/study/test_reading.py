@@ -26,6 +26,14 @@ def test_reading_reports_a_difference_in_the_direction_it_came():
     assert "GSPO minus GRPO: −0.403 [−0.420, −0.385], 8 pairs, p 0.008: lower." in reverse
 
 
+def test_reading_has_the_held_out_difference_beside_that_of_training():
+    study = study_of({"grpo": LOW, "gspo": EIGHT})
+    ends = at_start(study, 0.5).assign(step=5)
+    ends.loc[ends["arm"] == "gspo", "reward"] += 0.25
+    text = text_on(replace(study, evals=pd.concat([at_start(study, 0.1), ends])), "Reward")
+    assert "8 pairs, p 0.008; held out +0.250: higher." in text
+
+
 def test_reading_claims_equality_only_by_equivalence():
     near = tuple(np.add(EIGHT, (0.01, -0.01, 0.0, 0.02, -0.02, 0.0, 0.01, -0.01)))
     texts = reward_texts({"grpo": EIGHT, "gspo": near})

@@ -140,6 +140,11 @@ def test_survival_of_every_kind(folder):
     assert survival(equal, [again("not resolved", -0.04)]) == Survival.DIRECTION
     assert survival(equal, [again("not resolved", -0.06)]) == Survival.FALLS
     assert survival(equal, [again("not resolved", 0.85 - 0.8)]) == Survival.FALLS
+    lower = again("lower", -0.3)
+    assert survival(lower, [again("lower", -0.06)]) == Survival.SURVIVES
+    assert survival(lower, [again("not resolved", 0.8 - 0.85)]) == Survival.DIRECTION
+    assert survival(lower, [again("not resolved", -0.04)]) == Survival.FALLS
+    assert survival(lower, [again("not resolved", 0.3)]) == Survival.FALLS
     assert survival(again("not resolved", 0.3), [native]) == Survival.NO_CLAIM
     assert set(SURVIVAL_RULES) == set(Survival)
 

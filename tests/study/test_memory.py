@@ -1,0 +1,28 @@
+"""What a run keeps besides its policy, by arithmetic."""
+
+from test_doctor import QWEN, needs, run
+
+from moe_rl.study.memory import plan
+from moe_rl.training import MethodConfig, ProbeConfig, RolloutConfig
+
+
+def test_predictors_keep_what_the_routers_saw():
+    pr2 = run(QWEN, method=MethodConfig(replay="PR2"))
+    of = plan(pr2)
+    found, tokens = needs(pr2), 256 * (of.prompt_tokens + of.new_tokens)
+    assert found["router inputs and logits"] == tokens * 48 * (2048 + 2 * 128) * 4
+    assert found["predictors"] == 16 * 48 * 2048 * 128
+    assert not {"router inputs and logits", "predictors"} & set(needs(run(QWEN)))
+
+
+def test_what_a_probe_and_pairs_keep_and_what_waits():
+    """DPO has the policy of the beginning twice; a probe keeps other weights, and four gradients of each weight."""
+    P, lag = 30_532_122_624, RolloutConfig(prompts=32, group_size=8, lag=2)
+    probe = ProbeConfig(decompose_every=1, gradients=True)
+    plain = needs(run(QWEN))
+    found = needs(run(QWEN, method=MethodConfig(objective="dpo"), probe=probe, rollout=lag))
+    assert (found["reference"], found["initial policy"]) == (2 * P, 2 * P)
+    assert (found["weights of the decomposition"], found["gradients of the probe"]) == (2 * P, 8 * P)
+    assert found["routes"] == 3 * plain["routes"] and found["KV cache"] == plain["KV cache"]
+    assert not {"reference", "initial policy", "weights of the decomposition", "gradients of the probe"} & set(plain)
+    assert plain["sampling logits"] == 256 * 151_936 * (2 + 16)
