@@ -1,8 +1,10 @@
 """What a run keeps besides its policy, by arithmetic."""
 
+import pytest
 from test_doctor import QWEN, needs, run
 
-from moe_rl.study.memory import plan
+from moe_rl.policy.models import ModelConfig
+from moe_rl.study.memory import architecture, meta_model, plan
 from moe_rl.training import MethodConfig, ProbeConfig, RolloutConfig
 
 
@@ -26,3 +28,10 @@ def test_what_a_probe_and_pairs_keep_and_what_waits():
     assert found["routes"] == 3 * plain["routes"] and found["KV cache"] == plain["KV cache"]
     assert not {"reference", "initial policy", "weights of the decomposition", "gradients of the probe"} & set(plain)
     assert plain["sampling logits"] == 256 * 151_936 * (2 + 16)
+
+
+@pytest.mark.parametrize("path", ["ibm-granite/granite-3.1-1b-a400m-base", "Qwen/Qwen3-30B-A3B"])
+def test_gathered_layers_are_without_the_embeddings_which_may_be_one_matrix(path):
+    config = ModelConfig(path=path, dtype="bfloat16")
+    layer = sum(p.numel() for p in meta_model(architecture(config)).model.layers[0].parameters())
+    assert needs(run(config), devices=8)["gathered layers"] == pytest.approx(2 * 2 * layer, rel=1e-4)
