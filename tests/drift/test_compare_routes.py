@@ -163,6 +163,12 @@ def test_missing_routes_are_counted_and_equal_nothing(tmp_path, long):
     assert not found["ok"] and found["verdict"].endswith("Left out: prefix-cache hits without routes.")
 
 
+def test_a_sequence_of_which_nothing_is_compared_is_no_cluster(tmp_path):
+    found = comparison(tmp_path, OLD, [OLD[0], [[[-1, -1]] * 2] * 2])
+    assert (found["compared"], found["clusters"]) == (3, 1)
+    assert found["change"]["slot"] == {"rate": 0, "low": None, "high": None, "changed": 0, "of": 12}
+
+
 def test_routes_of_other_tokens_are_no_change_of_routing(tmp_path, long):
     """All of them, the first or last tokens of a sequence, a whole sequence, one site: in the rates, and a fault."""
     tokens, ids = long

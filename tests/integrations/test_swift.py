@@ -180,7 +180,16 @@ def test_clip_fractions_are_of_tokens_at_every_level_of_the_ratio(level, objecti
             self.importance_sampling_level = level
 
     trainer = make("none", Set)
-    assert trainer._objective == objective and not trainer._measures.sequence_clip
+    assert trainer._objective == objective and trainer._measures.sequence_clip is False
+
+
+def test_clip_fractions_are_not_taken_over_where_a_mask_takes_out_sequences():
+    class Set(GRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.args.off_policy_sequence_mask_delta = 0.1
+
+    assert make("none", Set)._measures.sequence_clip is None
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,7 @@ def test_a_text_does_not_go_on_beyond_the_models_positions():
     first = begun(policy)
     longest = int(first.attention_mask.sum(1)[~first.finished].max())
     assert gone_on(policy, first, tokens=5, longest=9).attention_mask.sum(1).max() <= 20
+    gone_on(policy, first, tokens=5, longest=99)  # what has room now, whatever a response may have in all
     told = append_text(first, TOKENIZER, {int((~first.finished).nonzero()[0]): "5;" * 6})
     with pytest.raises(ValueError, match=f"a text of {longest + 12} tokens so far, .*, and 5 new ones .* 20 positions"):
         gone_on(policy, told, tokens=5, longest=9)

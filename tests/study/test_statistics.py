@@ -14,7 +14,9 @@ from moe_rl.study.power import fewest_pairs, pairs_needed, resolvable_difference
 
 
 def test_a_geometric_mean_is_of_what_has_a_logarithm():
-    found = S.geometric_interval([2.0, 8.0, 0.0, -1.0, np.nan])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = S.geometric_interval([2.0, 8.0, 0.0, -1.0, np.nan])
     assert (found.estimate, found.low, found.high) == pytest.approx((4.0, 2.0, 8.0))
     assert (found.n, found.method) == (2, "range")
 

@@ -108,6 +108,7 @@ def test_kept_rows_are_those_of_the_least_margin_by_site():
     tokens = torch.tensor([[True, True, True, False]])
     kept = kept_rows(margins, tokens, 2 / 3)
     assert kept[0].tolist() == [[False, True], [True, True], [True, False], [False, False]]
+    assert torch.equal(kept_rows(margins, tokens, 0.6), kept), "1.8 of three rows are two"
     drawn = kept_rows(margins, tokens, 2 / 3, torch.Generator().manual_seed(0))
     assert drawn.sum((0, 1)).tolist() == [2, 2] and not bool(drawn[0, 3].any())
     routes = only(RoutedExperts(torch.arange(8).view(1, 4, 2, 1), ("a", "b"), 8), kept)

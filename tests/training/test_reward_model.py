@@ -161,6 +161,13 @@ def test_comparisons_of_different_widths_join():
     assert both.input_ids[1].tolist() == [[2, 2, 2]] * 2
 
 
+def test_a_pair_that_the_model_scores_alike_is_in_no_order():
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.2])  # the best with the worst, the second with the third
+    model = reward_model()
+    assert model.agreement(rewards, torch.tensor([2.0, 1.0, 1.0, 1.0]), 4) == 0.5
+    assert model.agreement(torch.ones(4), rewards, 4) is None
+
+
 def test_pairs():
     """Group 0: 3 > 1 > 0.5 > 0: 3 with 0, 1 with 0.5. Group 1: 1 with 0 once, 0 with 0 never."""
     rewards = torch.tensor([1.0, 0.0, 3.0, 0.5, 0.0, 0.0, 1.0, 0.0])
