@@ -233,6 +233,13 @@ def test_counts_and_rates_by_hand():
     assert (margins["low"][0] <= 0.001 < margins["high"][0]) or np.isclose(margins["low"][0], 0.001)
 
 
+def test_sites_that_choose_all_experts_have_no_margin():
+    measured = measured_by_hand(3, 8)
+    measured.margins[...] = float("inf")
+    sums, _ = count(measured)
+    assert sums.by_margin().empty and sums.sites()["margin_median"].isna().all()
+
+
 def test_log_ratios_by_hand():
     sums, _ = count(measured_by_hand(3, 8))
     # log r = 4, -1, 0; k1 = -1; k3 = mean(e^4 - 5, e^-1, 0)

@@ -92,6 +92,15 @@ def test_under_replay_a_bias_follows_the_loads_it_is_told_to(state_of, tmp_path,
     assert all(row["replayed_rows"] == row["routed_rows"] for row in rows(tmp_path / "run", "update"))
 
 
+def test_a_run_follows_the_loads_that_its_setting_names(state_of, tmp_path):
+    ends = []
+    for loads in ("used", "live"):
+        config = with_optim(expert_bias_rate=0.05, expert_bias_loads=loads, num_minibatches=4)
+        run(state := state_of(replace(config, method=MethodConfig(replay="R2")), tmp_path / loads))
+        ends.append(state.expert_bias.values)
+    assert not torch.equal(*ends)
+
+
 def test_a_run_with_a_bias_resumes_to_the_same_numbers(state_of, tmp_path):
     config = with_optim(expert_bias_rate=0.01)
     run(whole := state_of(config, tmp_path / "whole"))

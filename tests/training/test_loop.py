@@ -116,6 +116,8 @@ def test_held_out_prompts_are_evaluated_the_same_every_time_and_not_trained_on(s
     for state.step in (0, 1):
         evaluate(state)
     assert [held_out for held_out, _ in asked] == [False] * 4 + [True] * 16 and asked[4:12] == asked[12:]
+    collect_batch(state)
+    assert asked[20:] != asked[:4], "another step has prompts of its own"
 
 
 @pytest.mark.parametrize("lag", [0, 2])

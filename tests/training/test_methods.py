@@ -131,6 +131,8 @@ def test_advantages_are_those_that_the_method_names(state_of, tmp_path):
     }.items():
         made = batch(name)
         assert torch.equal(made.advantages, expected(made.rewards)), name
+    (row,) = rows(tmp_path / "online_rft", "rollout")
+    assert 0 < row["accepted"] == row["reward"] < 1
 
 
 def test_decoupled_advantages_are_of_every_reward_by_itself(state_of, tmp_path):
@@ -357,9 +359,9 @@ def test_dpo_takes_the_best_and_the_worst_of_each_group(state_of, tmp_path):
 
 
 def test_dpo_pairs_stay_together_in_micro_batches(state_of, tmp_path):
-    ends = []
+    ends, long = [], replace(MICRO.rollout, max_new_tokens=20)  # lengths by which rows alone would change places
     for size in (None, 2):
-        config = config_of("dpo", optim=replace(MICRO.optim, micro_batch=size, steps=1))
+        config = config_of("dpo", optim=replace(MICRO.optim, micro_batch=size, steps=1), rollout=long)
         state = state_of(config, tmp_path / str(size))
         run(state)
         ends.append((weights(state.policy), rows(tmp_path / str(size), "update")))

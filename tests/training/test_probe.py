@@ -98,6 +98,9 @@ def test_the_decomposition_is_logged_and_disturbs_nothing(paid_by_parity, tmp_pa
     assert any(row["token_var_routing"] > 0 for row in found)
     with pytest.raises(ValueError, match=r"probe\.sequences"):
         validate(replace(config, probe=ProbeConfig(every=0, sequences=999, decompose_every=1)))
+    alone = replace(config.probe, every=0, decompose_every=2)
+    run(begin(replace(config, optim=replace(config.optim, steps=1), probe=alone), tmp_path / "alone"))
+    assert {row["kind"] for row in rows(tmp_path / "alone")} == {"rollout", "update", "decomposition", "eval"}
 
 
 def test_gates_stand_in_the_order_of_the_experts_in_route_tables(tmp_path):

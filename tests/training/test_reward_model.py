@@ -116,7 +116,10 @@ def test_history_is_bounded_and_survives_a_checkpoint():
     generator = torch.Generator().manual_seed(0)
     model = reward_model(history_size=5, epochs=1)
     model.observe(rollout(generator))
+    seen = model.fresh.input_ids.tolist()
     model.retrain(generator)
+    places = [seen.index(pair) for pair in model.history.input_ids.tolist()]
+    assert places == sorted(set(places)) != [0, 1, 2, 3, 4], "drawn from all, not the first"
     model.observe(rollout(generator, groups=1, length=9))
     other = reward_model()
     other.restore(model.tensors())

@@ -60,3 +60,10 @@ def test_what_a_loss_is_divided_by_is_what_counts_in_it():
     """Tokens, responses that have any, pairs with a preference."""
     mask = torch.tensor([[True, True], [False, False], [True, False], [True, True]])
     assert totals_of(SimpleNamespace(completion_mask=mask, advantages=torch.tensor([1.0, -1.0, 0.0, 0.0]))) == (5, 3, 1)
+
+
+def test_pairs_are_split_pair_by_pair(state_of, tmp_path):
+    """Two prompts are two pairs, one for each of two minibatches."""
+    config = replace(QUIET, method=MethodConfig(objective="dpo"), rollout=replace(MICRO.rollout, prompts=2))
+    run(state_of(replace(config, optim=replace(MICRO.optim, steps=1)), tmp_path))
+    assert [row["update"] for row in rows(tmp_path, "update")] == [1, 2]

@@ -97,6 +97,7 @@ def test_a_clipped_value_loss_stops_where_the_value_has_moved_far_enough(policy,
     critic.backward(batch, states, Totals(14, 4, 0))
     assert (float(critic.model.bias.grad.abs()) > 0.1) == moves
     assert critic.step(0.0)["value_loss"] == pytest.approx(loss)
+    assert float(critic.model.bias) == pytest.approx(value), "at none of its learning rate"
 
 
 def test_advantages_and_returns_of_a_value_that_knows_nothing(policy, batch):
@@ -115,6 +116,12 @@ def test_advantages_and_returns_of_a_value_that_knows_nothing(policy, batch):
     advantages, _, _ = critic.advantages(rewards, batch.values, batch.completion_mask)
     assert advantages[0, 4:].tolist() == [0.125, 0.25, 0.5, 1.0]
     assert advantages[3].tolist() == [0, 0, 0, 0, 0.5, 1.0, 0, 0]
+    # V = .2, .4 and gamma .5: delta = .5 * .4 - .2 = 0 and 1 - .4 = .6, so that A = 0 + .5 * .9 * .6 and .6
+    known = batch.values.index_put((torch.tensor([3, 3]), torch.tensor([4, 5])), torch.tensor([0.2, 0.4]))
+    critic = critic_of(policy, gamma=0.5, lam=0.9, whiten=False)
+    advantages, returns, _ = critic.advantages(rewards, known, mask)
+    assert advantages[3, 4:6].tolist() == pytest.approx([0.27, 0.6])
+    assert returns[3, 4:6].tolist() == pytest.approx([0.47, 1.0])
 
 
 def test_the_policy_does_not_feel_the_value_head(policy, batch):
