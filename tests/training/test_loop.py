@@ -10,9 +10,19 @@ from safetensors import SafetensorError
 from moe_rl.measure.catalogue import HEADS
 from moe_rl.measure.logprobs import token_logps
 from moe_rl.rollout import seeded_random
+from moe_rl.rollout.engine import seeded_generator
 from moe_rl.routing import record_routes
 from moe_rl.study.run import run_one
-from moe_rl.training import CheckpointError, EvalConfig, MethodConfig, ProbeConfig, run, train, validate
+from moe_rl.training import (
+    CheckpointError,
+    EvalConfig,
+    MethodConfig,
+    ProbeConfig,
+    RewardConfig,
+    run,
+    train,
+    validate,
+)
 from moe_rl.training.batch import micro_batches
 from moe_rl.training.checkpoint import save_checkpoint
 from moe_rl.training.incidents import NotFiniteError
@@ -101,6 +111,29 @@ def test_selection_noise_is_drawn_anew_in_every_update(state_of, tmp_path, monke
     monkeypatch.setattr("moe_rl.training.loop.update_policy", noted)
     run(state_of(replace(method(noise=1.0), probe=ProbeConfig(every=0)), tmp_path))
     assert len(seeds) == len(set(seeds)) == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout": replace(MICRO.rollout, group_size=2, lag=1, dynamic_sampling=2)},
+        {"reward": RewardConfig(model="learned", initial_batches=2, retrain_every=1, epochs=1)},
+    ],
+    ids=["refills", "learned reward"],
+)
+def test_no_random_numbers_are_drawn_twice_in_a_run(state_of, tmp_path, monkeypatch, changes):
+    drawn = []
+
+    def noted(*key):
+        drawn.append(key)
+        return seeded_generator(*key)
+
+    monkeypatch.setattr("moe_rl.training.state.seeded_generator", noted)
+    run(state_of(replace(method(noise=1.0), probe=ProbeConfig(every=0), **changes), tmp_path))
+    assert len(drawn) == len(set(drawn))
+    purposes = {purpose.split("/")[0] for _, purpose, *_ in drawn}
+    more = {"reward", "retrain"} if "reward" in changes else {"refill"}
+    assert purposes == {"evaluate", "sample", "order", "noise", *more}
 
 
 def test_held_out_prompts_are_evaluated_the_same_every_time_and_not_trained_on(state_of, tmp_path):

@@ -124,6 +124,19 @@ def test_advantages_and_returns_of_a_value_that_knows_nothing(policy, batch):
     assert returns[3, 4:6].tolist() == pytest.approx([0.47, 1.0])
 
 
+def test_the_value_loss_of_micro_batches_is_that_of_the_minibatch(policy, batch):
+    """Of unequal numbers of tokens: four rows of 4, 4, 4 and 2."""
+    gradients = []
+    for parts in ([[0, 1, 2, 3]], [[0, 1], [2, 3]]):
+        critic = critic_of(policy)
+        torch.nn.init.constant_(critic.model.head.weight, 0.1)
+        for rows in parts:
+            critic.backward(batch.rows(torch.tensor(rows)), [], totals_of(batch))
+        gradients.append(critic.model.head.weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+    assert bool(gradients[0].any())
+
+
 def test_the_policy_does_not_feel_the_value_head(policy, batch):
     critic = critic_of(policy, model="head")
     torch.nn.init.normal_(critic.model.weight)
