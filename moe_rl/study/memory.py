@@ -221,7 +221,8 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
         if wanted:
             needs.append(Need(name, shard(2 * weights + whole), "always", "weights, gradients and Adam"))
     if sharded:
-        layer = (count - 2 * V * H) / L * size
+        embeddings = V * H * (1 if getattr(hf, "tie_word_embeddings", False) else 2)
+        layer = (count - embeddings) / L * size
         needs.append(Need("gathered layers", math.ceil(2 * layer), "always", "two at a time, weights alone"))
     waiting = (1 + run.rollout.lag) * responses * length  # every rank holds every batch
     needs += [

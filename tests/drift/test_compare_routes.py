@@ -49,6 +49,8 @@ def test_one_slot_of_twenty_by_hand(tmp_path):
     found = comparison(tmp_path, OLD, changed(), experts=4)
     assert found["ok"] and names(found) == [], found["verdict"]
     assert (found["sequences"], found["tokens"], found["compared"], found["experts_per_token"]) == (2, 5, 5, 2)
+    (note,) = (finding["text"] for finding in found["findings"] if finding["name"] == "few tokens")
+    assert note == "NEW against OLD: 5 tokens can be compared: too few to be sure"
     rates = {level: (row["changed"], row["of"]) for level, row in found["change"].items()}
     assert rates == {"slot": (1, 20), "site": (1, 10), "token": (1, 5)}
     # changed tokens 1 of 3 and 0 of 2: residuals 0.4 and -0.4, error 0.4 / 2.5 a token, four slots a token, t = 12.706
@@ -161,6 +163,12 @@ def test_missing_routes_are_counted_and_equal_nothing(tmp_path, long):
     assert not found["ok"] and found["verdict"].endswith("Left out: prefix-cache hits without routes.")
 
 
+def test_a_sequence_of_which_nothing_is_compared_is_no_cluster(tmp_path):
+    found = comparison(tmp_path, OLD, [OLD[0], [[[-1, -1]] * 2] * 2])
+    assert (found["compared"], found["clusters"]) == (3, 1)
+    assert found["change"]["slot"] == {"rate": 0, "low": None, "high": None, "changed": 0, "of": 12}
+
+
 def test_routes_of_other_tokens_are_no_change_of_routing(tmp_path, long):
     """All of them, the first or last tokens of a sequence, a whole sequence, one site: in the rates, and a fault."""
     tokens, ids = long
@@ -205,6 +213,13 @@ def test_log_probabilities_are_new_less_old(tmp_path, capsys):
         main(["compare-routes", str(old), str(new)])
     assert "d = NEW - OLD over 2 tokens: mean |d| 0.1 nats, k3 0.00937, ratio e^d outside" in capsys.readouterr().out
     assert compared(CompareOptions(lines(tmp_path / "new.jsonl", OLD), old))["logprobs"] is None
+    old = lines(tmp_path / "old.jsonl", OLD, logprobs=[[None, 0.0, -2.0], [None, 0.0]])
+    new = lines(tmp_path / "new.jsonl", OLD, logprobs=[[None, 0.0, 0.0], [None, None]])
+    found = compared(CompareOptions(old, new))["logprobs"]
+    assert (found["tokens"], found["left_out"], found["zero_in_both"]) == (2, 1, 1)
+    with pytest.raises(SystemExit):
+        main(["compare-routes", str(old), str(new)])
+    assert "  1 of these are exactly 0 in both files: filled in, of a prompt?" in capsys.readouterr().out
 
 
 def test_what_is_written_and_the_exit_status(tmp_path, capsys):

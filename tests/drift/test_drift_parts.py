@@ -156,6 +156,14 @@ def test_tables_that_cannot_be_read_are_named(tokenizer, tmp_path):
         check_file(path, tokenizer)
 
 
+@pytest.mark.parametrize("first", [{"text": "ab"}, {"prompt_ids": [3], "completion_ids": [4]}])
+def test_tokens_of_two_temperatures_are_not_scored_at_one(first, tokenizer, tmp_path):
+    path, cold = tmp_path / "a.jsonl", {"prompt_ids": [3], "completion_ids": [4], "temperature": 0.7}
+    path.write_text("\n".join(map(json.dumps, [cold, cold, first])))
+    with pytest.raises(DriftError, match=r"a\.jsonl line 3: tokens sampled at another temperature .*\(0\.7, 1\.0\)"):
+        check_file(path, tokenizer)
+
+
 def test_a_trainers_layout_ends_all_prompts_in_one_column(tokenizer):
     text = aligned([Example(1, [3, 4, 5, 6], 1), Example(2, [7, 8, 9], 2)], 0)
     assert text.input_ids.tolist() == [[0, 3, 4, 5, 6], [7, 8, 9, 0, 0]]
@@ -163,7 +171,7 @@ def test_a_trainers_layout_ends_all_prompts_in_one_column(tokenizer):
     assert text.completion_mask.int().tolist() == [[0, 0, 1, 1, 1], [0, 0, 1, 0, 0]]
 
 
-def measured_by_hand(*prompts):
+def measured_by_hand(*prompts, scale=1.0):
     """Two sequences, of these two prompts, two sites, K = 2 of 4 experts. `.` is a prompt token or padding.
 
     sequence 0 (tokens 1, 2 measured): token 0 changes one slot at site 0; token 1 changes one at each site;
@@ -182,7 +190,7 @@ def measured_by_hand(*prompts):
     corners = torch.zeros(4, 2, 3, dtype=torch.float64)  # old, new weights, new routes, new
     corners[1, 0, 1], corners[2, 0, 1], corners[3, 0, 1] = 1.0, 2.0, 4.0  # weight 1, routing 2, interaction 1
     corners[1, 0, 2], corners[3, 0, 2] = -1.0, -1.0
-    parts = Decomposition(*corners, mask=mask, old_routes=routes[0], new_routes_taken=routes[1])
+    parts = Decomposition(*(scale * corners), mask=mask, old_routes=routes[0], new_routes_taken=routes[1])
     margins = torch.full((2, 3, 2), 0.5)
     margins[0, 1] = 0.001
     ids = torch.arange(6).view(2, 3)
@@ -225,6 +233,13 @@ def test_counts_and_rates_by_hand():
     assert (margins["low"][0] <= 0.001 < margins["high"][0]) or np.isclose(margins["low"][0], 0.001)
 
 
+def test_sites_that_choose_all_experts_have_no_margin():
+    measured = measured_by_hand(3, 8)
+    measured.margins[...] = float("inf")
+    sums, _ = count(measured)
+    assert sums.by_margin().empty and sums.sites()["margin_median"].isna().all()
+
+
 def test_log_ratios_by_hand():
     sums, _ = count(measured_by_hand(3, 8))
     # log r = 4, -1, 0; k1 = -1; k3 = mean(e^4 - 5, e^-1, 0)
@@ -236,8 +251,10 @@ def test_log_ratios_by_hand():
     near = {kind: [int(tails[kind].iloc[(tails[kind].index > x).argmax()]) for x in (0.5, 1.5, 5)] for kind in
             ("natural", "replayed", "routing")}  # fmt: skip
     assert near == {"natural": [2, 1, 0], "replayed": [2, 0, 0], "routing": [1, 1, 0]}
-    by_flips = (sums + sums).variance_by_flips().set_index("flips")
-    assert by_flips["tokens"].to_dict() == {0: 2, 1: 2, 2: 2} and (by_flips["natural"] == 0).all()
+    by_flips = (sums + count(measured_by_hand(3, 8, scale=3.0))[0]).variance_by_flips().set_index("flips")
+    assert by_flips["tokens"].to_dict() == {0: 2, 1: 2, 2: 2}
+    # one site changed before the tokens of log r 4 and 12, two before those of -1 and -3; of weights alone 1 and 3
+    assert by_flips["natural"].to_dict() == {0: 0, 1: 32, 2: 2} and by_flips["replayed"].to_dict() == {0: 0, 1: 2, 2: 2}
 
 
 def test_batches_add_up_whatever_their_length():

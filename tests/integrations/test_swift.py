@@ -132,7 +132,7 @@ def test_replay_takes_the_experts_of_the_scoring():
             return found
 
     replayed = trained("R2", Spy)
-    assert all(torch.equal(scored, used) for scored, used in passes.values())
+    assert len(passes) == 8 and all(torch.equal(scored, used) for scored, used in passes.values())
     assert replayed._metrics["train"]["routing/replayed_fraction"] == [1.0] * 8
     assert replayed._metrics["train"]["routing/first_change"] == [0, 0]
     assert not equal(replayed, trained())
@@ -155,13 +155,16 @@ def test_another_pass_than_the_old_policys_is_an_error():
         ("template", "padding_free", True, "padding_free"),
         ("template", "sequence_parallel_size", 2, "sequence parallelism"),
         ("args", "gradient_accumulation_steps", MICRO_BATCHES, "the ratio is 1 by construction"),
+        (None, "use_liger_loss", True, "use_liger_kernel with GRPO"),
+        (None, "dynamic_num_samples", True, "a dynamic number of samples"),
+        (None, "is_multimodal", True, "a model with images"),
     ],
 )
 def test_refused(place, name, value, said):
     class Set(GRPOTrainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            setattr(getattr(self, place), name, value)
+            setattr(getattr(self, place) if place else self, name, value)
 
     with pytest.raises(RoutingError, match=said):
         make("R2", Set)
@@ -177,7 +180,16 @@ def test_clip_fractions_are_of_tokens_at_every_level_of_the_ratio(level, objecti
             self.importance_sampling_level = level
 
     trainer = make("none", Set)
-    assert trainer._objective == objective and not trainer._measures.sequence_clip
+    assert trainer._objective == objective and trainer._measures.sequence_clip is False
+
+
+def test_clip_fractions_are_not_taken_over_where_a_mask_takes_out_sequences():
+    class Set(GRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.args.off_policy_sequence_mask_delta = 0.1
+
+    assert make("none", Set)._measures.sequence_clip is None
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,16 @@ def test_other_trainers_are_refused():
             routing_replay(twice)
 
 
+def test_a_model_with_images_is_refused(tmp_path):
+    class Images(GRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._is_vlm = True
+
+    with pytest.raises(RoutingError, match="models with images are not supported"):
+        make(routing_replay(Images), tmp_path, options=MEASURED)
+
+
 def test_unknown_replay_is_refused(tmp_path):
     with pytest.raises(RoutingError, match="none, R2, R3, got 'r2'"):
         make(routing_replay(GRPOTrainer), tmp_path, options={"replay": "r2"})

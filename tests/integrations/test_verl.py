@@ -154,6 +154,13 @@ def test_what_is_not_marked_is_left_alone(installed):
         )
     assert output["model_output"] == {}  # the reference
     assert set(update(engine, batch(packed))) == {"actor/loss"}
+    engine._router_replay = "verl's own"  # of an engine that replays by itself (VeOmni)
+    with torch.no_grad():
+        _, output = engine.forward_step(
+            batch(packed, enable_routing_replay=True), loss_function=None, forward_only=True
+        )
+    assert output["model_output"] == {}
+    assert set(update(engine, batch(packed, enable_routing_replay=True))) == {"actor/loss"}
 
 
 @both("R2")

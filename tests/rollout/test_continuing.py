@@ -1,7 +1,9 @@
 """Responses that go on: with the same weights nothing changes, with others each token is its writer's; turns."""
 
 import random
+from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,15 @@ import torch
 from moe_rl.measure import token_logps
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import TaskConfig, make_task, sample
-from moe_rl.rollout.continuing import append_text, extend, in_turns, right_aligned, unfinished
+from moe_rl.rollout.continuing import (
+    append_text,
+    extend,
+    in_turns,
+    partial_responses,
+    right_aligned,
+    unfinished,
+    version_metrics,
+)
 from moe_rl.rollout.engine import ModelEngine
 from moe_rl.rollout.task import TaskError
 from moe_rl.routing import replay_routes
@@ -105,6 +115,25 @@ def test_every_token_has_the_version_and_the_log_probability_of_its_writer():
         gone_on(new, mixed)
 
 
+def test_every_segment_of_every_batch_has_random_numbers_of_its_own():
+    engine, drawn, drafts = ModelEngine(model(), TOKENIZER), [], deque()
+
+    def numbers(index):
+        drawn.append(index)
+        return torch.Generator().manual_seed(index)
+
+    options = {"segment": 3, "longest": 9, "version": 0, "group_size": 2, "temperature": 1.0, "record_routes": False}
+    partial_responses(drafts, engine, problems, numbers, **options)
+    assert len(drafts) == 2 and sorted(drawn) == [1, 2, 3, 4, 5, 6], "1 begins, goes on twice; 2 begins, goes on; 3"
+
+
+def test_ages_of_tokens_by_hand():
+    versions = torch.tensor([[0, 1, -1], [2, 2, 2]])  # before version 3: ages 3, 2 and 1, 1, 1
+    found = version_metrics(SimpleNamespace(versions=versions, completion_mask=versions >= 0), 3)
+    assert found == {"version_age": 8 / 5, "version_age_max": 3, "old_tokens": 1, "mixed_responses": 1 / 2}
+    assert version_metrics(SimpleNamespace(versions=versions, completion_mask=versions > 0), 2)["old_tokens"] == 1 / 4
+
+
 def test_text_that_is_not_the_policys_is_attended_and_counts_nowhere():
     policy = model()
     first = begun(policy)
@@ -130,6 +159,7 @@ def test_a_text_does_not_go_on_beyond_the_models_positions():
     first = begun(policy)
     longest = int(first.attention_mask.sum(1)[~first.finished].max())
     assert gone_on(policy, first, tokens=5, longest=9).attention_mask.sum(1).max() <= 20
+    gone_on(policy, first, tokens=5, longest=99)  # what has room now, whatever a response may have in all
     told = append_text(first, TOKENIZER, {int((~first.finished).nonzero()[0]): "5;" * 6})
     with pytest.raises(ValueError, match=f"a text of {longest + 12} tokens so far, .*, and 5 new ones .* 20 positions"):
         gone_on(policy, told, tokens=5, longest=9)

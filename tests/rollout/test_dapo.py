@@ -84,6 +84,14 @@ def test_groups_without_a_signal_are_replaced_in_bounded_attempts():
     )
 
 
+def test_groups_with_a_signal_beyond_those_that_lack_one_are_left_over():
+    """Several processes sample one group each at least."""
+    more = rollout([1.0, 0.0, 0.0, 1.0], mark=20)
+    found, metrics = refill(rollout([0.0, 0.0, 0.0, 1.0]), lambda attempt, count: more, attempts=3)
+    assert [problem.prompt for problem in found.problems] == ["p20", "p21", "p2", "p3"]
+    assert (metrics["refills"], metrics["groups_replaced"], metrics["groups_sampled"]) == (1, 1, 4)
+
+
 def test_a_batch_with_signal_everywhere_is_left_alone():
     first = rollout([0.0, 1.0])
     found, metrics = refill(first, lambda attempt, count: pytest.fail("nothing to replace"), attempts=3)

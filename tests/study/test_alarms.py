@@ -86,6 +86,16 @@ def test_rows_that_repeat_a_key_count_once_and_the_last_counts(tmp_path, capsys)
     assert "low crossed at 2 steps, first 1, last 2 (" in capsys.readouterr().out
 
 
+def test_alarms_of_a_file_that_a_resume_rewrote_are_of_what_it_holds_now(tmp_path):
+    run, low = tmp_path / "a" / "seed0", list(rows(ess_token=lambda s: 0.1))
+    write_rows(run, low, {})
+    live = LiveAlarms(run / "metrics.jsonl", ALARMS)
+    assert live.now() == taken(low).summary() and live.now()["crossed"]["ess"]
+    again = list(rows(5, ess_token=lambda s: 0.9))
+    write_rows(run, again, {})
+    assert live.now() == taken(again).summary() and not live.now()["crossed"]["ess"]
+
+
 def test_what_crossed_before_a_collapse_comes_in_the_order_of_its_first_steps():
     seen = taken(
         rows(k3=lambda s: 0.02 * (s >= 7), ess_token=lambda s: 1 - 0.8 * (s >= 4), extreme_2=lambda s: 50 * (s > 18))
@@ -94,6 +104,9 @@ def test_what_crossed_before_a_collapse_comes_in_the_order_of_its_first_steps():
     assert 12 < end <= 16, "half the best mean of five steps is lost after a few steps at 0.1"
     assert [(alarm.name, step) for alarm, step in seen.before_collapse()] == [("ess", 4), ("k3", 7)]
     assert seen.summary()["first"] == [["ess", 4], ["k3", 7]]
+    for step, first in ((end, [("ess", end)]), (end + 1, [])):
+        seen = taken(rows(ess_token=lambda s, step=step: 1 - 0.8 * (s == step)))
+        assert [(alarm.name, number) for alarm, number in seen.before_collapse()] == first, "by the step, not after it"
     steady = taken({**row, "reward": 0.8} for row in rows(ess_token=lambda s: 0.1))
     assert steady.collapse is None and steady.before_collapse() == []
 
@@ -120,7 +133,14 @@ def test_a_spike_is_told_from_the_runs_own_past():
     assert spikes.mean == pytest.approx(DECAY * mean + (1 - DECAY) * (mean + sd * 2.5**2 / 5)), (
         "ZClip's reciprocal rule"
     )
+    after = mean + (1 - DECAY) * sd * 2.5**2 / 5
+    assert spikes.variance == pytest.approx(DECAY * sd**2 + (1 - DECAY) * (mean + sd * 2.5**2 / 5 - after) ** 2)
     assert not spikes.crosses(mean)
+    flat = Spikes(2.5)
+    assert [flat.crosses(norm) for norm in [1.0] * (WARM_UP + 1) + [0.9]] == [False] * (WARM_UP + 2)
+    flat = Spikes(2.5)
+    assert [flat.crosses(norm) for norm in [1.0] * WARM_UP + [1.001, 1.0]] == [False] * WARM_UP + [True, False]
+    assert flat.mean == 1.0, "a spike of infinitely many standard deviations moves nothing"
 
 
 def test_a_study_sets_its_own_thresholds():
@@ -160,6 +180,12 @@ def test_a_study_adds_alarms_on_any_metric():
     assert seen.crossed["low"][0][1] == pytest.approx((0.8 + 0.1 + 0.1) / 3)
     assert seen.summary()["lacks"] == ["theirs"]
     assert not taken(rows(1), alarms_of({"low": {**ADDED["low"], "below": 1}})[-1:]).crossed["low"], "one of three"
+
+
+def test_windows_follow_steps_in_whatever_order_rows_were_written():
+    low = alarms_of({"low": {"metric": "rollout.reward", "below": 0.3, "window": 2}})[-1:]
+    found = [{"kind": "rollout", "step": step, "reward": reward} for step, reward in ((0, 0.1), (2, 0.1), (1, 0.9))]
+    assert taken(found, low).crossed["low"] == [], "each pair has 0.9"
 
 
 @pytest.mark.parametrize(

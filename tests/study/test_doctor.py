@@ -231,7 +231,9 @@ def test_processes_that_share_the_hosts_memory_need_it_together(accelerator):
         (replace(here, devices=("x",) * 4, asked=True), {}),
         (here, {"distributed": {"strategy": "fsdp2", "processes": 4}}),
     ):
-        memory = checks_on(machine, **base)["device memory"]
+        checks = checks_on(machine, **base)
+        memory = checks["device memory"]
+        assert machine.asked or "processes" not in checks, "as many as asked for, on the one device"
         assert f"needs {4 * of_one / 1e9:.0f} GB for 4 processes together, sharded" in memory["found"]
         assert (
             memory["ok"] is False
@@ -381,15 +383,6 @@ def test_models_that_are_trained_beside_the_policy_are_saved_with_it():
     assert plan(run(QWEN, method=ppo, reward=learned, optim=pure)).checkpoint_bytes == 3 * 6 * P
     adapters, beside = (plan(run(replace(QWEN, lora=LoraConfig()), **more)) for more in ({}, {"method": ppo}))
     assert beside.checkpoint_bytes - adapters.checkpoint_bytes >= 14 * P and beside.host_bytes >= 12 * P
-
-
-def test_predictors_keep_what_the_routers_saw():
-    pr2 = run(QWEN, method=MethodConfig(replay="PR2"))
-    of = plan(pr2)
-    found, tokens = needs(pr2), 256 * (of.prompt_tokens + of.new_tokens)
-    assert found["router inputs and logits"] == tokens * 48 * (2048 + 2 * 128) * 4
-    assert found["predictors"] == 16 * 48 * 2048 * 128
-    assert not {"router inputs and logits", "predictors"} & set(needs(run(QWEN)))
 
 
 def test_planning_for_another_machine():

@@ -156,9 +156,10 @@ def test_seeds_that_ran_under_other_settings_are_not_pooled(tmp_path):
     first = parse_study(MICRO)
     (tmp_path / "grpo" / "seed0").mkdir(parents=True)
     (tmp_path / "grpo" / "seed0" / "config.yaml").write_text(dump_run(first.resolve("grpo", 0)))
+    faster = parse_study({**MICRO, "seeds": [1], "base": {**MICRO["base"], "optim": {"learning_rate": 0.01}}})
+    check_other_seeds(faster, tmp_path)  # a run that never began has no rows to be pooled
     (tmp_path / "grpo" / "seed0" / "metrics.jsonl").touch()
     check_other_seeds(parse_study({**MICRO, "seeds": [1]}), tmp_path)
-    faster = parse_study({**MICRO, "seeds": [1], "base": {**MICRO["base"], "optim": {"learning_rate": 0.01}}})
     with pytest.raises(ConfigError, match=r"seed0 was run under other settings \(.*optim\.learning_rate: .*are pooled"):
         check_other_seeds(faster, tmp_path)
     check_other_seeds(faster.with_arms(["gspo"]), tmp_path)

@@ -26,6 +26,14 @@ def test_reading_reports_a_difference_in_the_direction_it_came():
     assert "GSPO minus GRPO: −0.403 [−0.420, −0.385], 8 pairs, p 0.008: lower." in reverse
 
 
+def test_reading_has_the_held_out_difference_beside_that_of_training():
+    study = study_of({"grpo": LOW, "gspo": EIGHT})
+    ends = at_start(study, 0.5).assign(step=5)
+    ends.loc[ends["arm"] == "gspo", "reward"] += 0.25
+    text = text_on(replace(study, evals=pd.concat([at_start(study, 0.1), ends])), "Reward")
+    assert "8 pairs, p 0.008; held out +0.250: higher." in text
+
+
 def test_reading_claims_equality_only_by_equivalence():
     near = tuple(np.add(EIGHT, (0.01, -0.01, 0.0, 0.02, -0.02, 0.0, 0.01, -0.01)))
     texts = reward_texts({"grpo": EIGHT, "gspo": near})
@@ -91,6 +99,8 @@ def test_of_many_comparisons_only_resolved_ones_are_told():
     assert "d minus a: +0.400" in found[0] and found[0].count(" minus ") == 1
     assert "Not resolved: 5 more. No difference of interest: 1 more." in found[0]
     assert found[1].startswith("7 comparisons, not declared in the study file; p adjusted by Holm over 7.")
+    six = [s.text for s in read(_many(comparisons=[[arm, "a"] for arm in "bcdefg"])) if s.topic == "Reward"]
+    assert six[0].count(" minus ") == 6 and "more." not in six[0], "of six all are"
 
 
 def test_declared_comparisons_are_the_family():
@@ -295,6 +305,8 @@ def test_most_runs_are_most_of_an_arms_own():
     first = answer(replace(study, evals=at_start(study, 0.1))).lines[0]
     assert first.answer == "No, ended lower than GRPO"
     assert first.text == "Runs that failed: GRPO: 8 of 20, GSPO: 5 of 8."
+    half = study_of({"grpo": (0.8,) * 4 + (0.1,) * 4, "gspo": (0.1,) * 4 + (0.5,) * 4})
+    assert answer(replace(half, evals=at_start(half, 0.1))).lines[0].answer == "Not resolved", "half are not most"
 
 
 def test_arms_of_one_label_that_failed_are_told_apart():
@@ -366,3 +378,13 @@ def test_one_arm_compares_nothing_and_has_its_seeds():
     last = answer(study).lines[-1]
     assert (last.answer, last.text) == ("n = 8", "No rewards are compared; intervals are over the seeds of an arm.")
     assert text_on(study, "Runs").startswith("8 of 8 runs are finished: 1 arm, ")
+
+
+def test_runs_that_have_not_ended_or_not_begun_are_counted_among_all():
+    study = study_of({"grpo": LOW, "gspo": EIGHT})
+    runs = tuple(replace(run, finished=run.seed > 0) for run in study.runs if run.seed < 7)
+    rows = study.rollouts.query("seed < 7 and (seed > 0 or step < 2)")
+    study = replace(study, runs=runs, rollouts=rows, not_started=("grpo/seed7", "gspo/seed7"))
+    text = text_on(study, "Runs")
+    assert text.startswith("12 of 16 runs are finished: 2 arms, ") and "The longest has 5 RL steps." in text
+    assert answer(study).lines[-1].text.endswith(" 4 of 16 runs not finished, and in no comparison.")

@@ -17,9 +17,11 @@ from moe_rl.study.report import render_report
 from moe_rl.study.results import write_results
 from moe_rl.study.roundings import (
     SURVIVAL_RULES,
+    Rounding,
     Survival,
     component_table,
     components,
+    components_of,
     conclusion_table,
     same_kernels,
     survival,
@@ -88,6 +90,15 @@ def test_components_of_a_study(folder):
     assert table.loc["gspo_noise - grpo_noise", "sd_rounding"] == pytest.approx(0.0, abs=1e-9)
 
 
+def test_a_run_that_has_not_ended_is_in_no_component():
+    def runs(finals, finished):
+        return Rounding(pd.DataFrame({"arm": "a", "seed": [0, 1, 2], "final": finals, "finished": finished}), [])
+
+    both = {"native": runs([0.1, 0.2, 0.3], True), "avx2": runs([0.1, 0.2, 0.9], [True, True, False])}
+    (row,) = components_of(both).to_dict("records")
+    assert (row["seeds"], row["mean"], row["sd_rounding"]) == (2, pytest.approx(0.15), 0)
+
+
 def test_which_conclusions_survive(folder):
     data = load(folder)
     table = conclusion_table(data)
@@ -140,6 +151,11 @@ def test_survival_of_every_kind(folder):
     assert survival(equal, [again("not resolved", -0.04)]) == Survival.DIRECTION
     assert survival(equal, [again("not resolved", -0.06)]) == Survival.FALLS
     assert survival(equal, [again("not resolved", 0.85 - 0.8)]) == Survival.FALLS
+    lower = again("lower", -0.3)
+    assert survival(lower, [again("lower", -0.06)]) == Survival.SURVIVES
+    assert survival(lower, [again("not resolved", 0.8 - 0.85)]) == Survival.DIRECTION
+    assert survival(lower, [again("not resolved", -0.04)]) == Survival.FALLS
+    assert survival(lower, [again("not resolved", 0.3)]) == Survival.FALLS
     assert survival(again("not resolved", 0.3), [native]) == Survival.NO_CLAIM
     assert set(SURVIVAL_RULES) == set(Survival)
 

@@ -13,6 +13,14 @@ from moe_rl.study.curves import area_under_curve, detect_collapse, final_value
 from moe_rl.study.power import fewest_pairs, pairs_needed, resolvable_difference
 
 
+def test_a_geometric_mean_is_of_what_has_a_logarithm():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = S.geometric_interval([2.0, 8.0, 0.0, -1.0, np.nan])
+    assert (found.estimate, found.low, found.high) == pytest.approx((4.0, 2.0, 8.0))
+    assert (found.n, found.method) == (2, "range")
+
+
 def test_few_seeds_have_a_range_and_six_an_interval():
     five = S.seed_interval([0.1, 0.5, 0.3, 0.2, 0.4])
     assert (five.estimate, five.low, five.high, five.method) == (pytest.approx(0.3), 0.1, 0.5, "range")
@@ -211,6 +219,13 @@ def test_area_and_final_value():
     assert final_value([9, 9, 0, 0.2, 0.4, 0.6, 0.8]) == pytest.approx(0.4)
     assert final_value([0.25, 0.75]) == 0.5
     assert np.isnan(final_value([]))
+
+
+def test_a_step_without_a_reward_is_in_no_number_of_a_run():
+    nan = float("nan")
+    assert final_value([9, nan, 0, 0.2, nan, 0.4, 0.6, 0.8, nan]) == pytest.approx(0.4), "five that have one"
+    assert area_under_curve([0, 1, 2, 3], [nan, 0.0, nan, 1.0]) == pytest.approx(0.5), "from the first to the last"
+    assert area_under_curve([0, 1], [nan, 0.3]) == 0.3
 
 
 def test_collapse_is_a_lasting_fall_to_half():

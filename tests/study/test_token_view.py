@@ -5,12 +5,14 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from synthetic import write_study
-from token_files import write_step
+from token_files import routes, write_step
 
 from moe_rl.study import load
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.token_view import TokenStep, evenly, stored_steps, token_view_html
+from moe_rl.training.route_tables import write_route_table
 
 
 def test_a_response_has_its_text_scores_and_experts(tmp_path):
@@ -86,6 +88,12 @@ def test_files_that_do_not_fit_each_other_are_refused(tmp_path):
     table.table["token"] += 1
     with pytest.raises(StudyDataError, match="its tokens are not those of tokens/step_000001"):
         table.response(0, 2)
+    place = tmp_path / "routes" / "step_000000_update_1.parquet"
+    write_route_table(place, routes(1).rows(torch.tensor([0, 1, 1])))
+    with pytest.raises(
+        StudyDataError, match=r"update_1\.parquet: 3 responses, tokens of 2; the files are of different"
+    ):
+        TokenStep(tmp_path, 0).response(0, 1)
     (tmp_path / "routes" / "step_000000_update_2.parquet").write_bytes(b"short")
     with pytest.raises(StudyDataError, match="update_2"):
         TokenStep(tmp_path, 0).response(0, 2)

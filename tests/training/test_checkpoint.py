@@ -87,6 +87,18 @@ def test_a_kill_at_every_file_operation_leaves_a_complete_checkpoint(tmp_path, m
     assert at > 40 and seen[FIRST] > 40 and seen[SECOND] > 2
 
 
+def test_of_two_complete_checkpoints_the_newer_is_gone_on_with(tmp_path):
+    """An interruption between the renames leaves both, and no `checkpoint`."""
+    for step, name in ((2, "newer"), (1, "checkpoint.old")):
+        save_checkpoint(small_state(tmp_path, step, float(step)))
+        (tmp_path / "checkpoint").rename(tmp_path / name)
+    (tmp_path / "newer").rename(tmp_path / "checkpoint.new")
+    settle(tmp_path)
+    load_checkpoint(state := small_state(tmp_path, 0, 0.0))
+    assert state.step == 2 and state.policy.weight[0, 0] == 2
+    assert [path.name for path in tmp_path.glob("checkpoint*")] == ["checkpoint"]
+
+
 def test_what_a_checkpoint_speaks_of_is_on_the_disk_before_it_is(tmp_path, monkeypatch):
     """Metrics before the manifest that has their checksum; every file of the checkpoint before it gets its name."""
     done = []

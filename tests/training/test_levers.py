@@ -92,6 +92,15 @@ def test_under_replay_a_bias_follows_the_loads_it_is_told_to(state_of, tmp_path,
     assert all(row["replayed_rows"] == row["routed_rows"] for row in rows(tmp_path / "run", "update"))
 
 
+def test_a_run_follows_the_loads_that_its_setting_names(state_of, tmp_path):
+    ends = []
+    for loads in ("used", "live"):
+        config = with_optim(expert_bias_rate=0.05, expert_bias_loads=loads, num_minibatches=4)
+        run(state := state_of(replace(config, method=MethodConfig(replay="R2")), tmp_path / loads))
+        ends.append(state.expert_bias.values)
+    assert not torch.equal(*ends)
+
+
 def test_a_run_with_a_bias_resumes_to_the_same_numbers(state_of, tmp_path):
     config = with_optim(expert_bias_rate=0.01)
     run(whole := state_of(config, tmp_path / "whole"))
@@ -108,6 +117,7 @@ def test_kept_rows_are_those_of_the_least_margin_by_site():
     tokens = torch.tensor([[True, True, True, False]])
     kept = kept_rows(margins, tokens, 2 / 3)
     assert kept[0].tolist() == [[False, True], [True, True], [True, False], [False, False]]
+    assert torch.equal(kept_rows(margins, tokens, 0.6), kept), "1.8 of three rows are two"
     drawn = kept_rows(margins, tokens, 2 / 3, torch.Generator().manual_seed(0))
     assert drawn.sum((0, 1)).tolist() == [2, 2] and not bool(drawn[0, 3].any())
     routes = only(RoutedExperts(torch.arange(8).view(1, 4, 2, 1), ("a", "b"), 8), kept)

@@ -10,13 +10,23 @@ from safetensors import SafetensorError
 from moe_rl.measure.catalogue import HEADS
 from moe_rl.measure.logprobs import token_logps
 from moe_rl.rollout import seeded_random
+from moe_rl.rollout.engine import seeded_generator
 from moe_rl.routing import record_routes
 from moe_rl.study.run import run_one
-from moe_rl.training import CheckpointError, EvalConfig, MethodConfig, run, train, validate
+from moe_rl.training import (
+    CheckpointError,
+    EvalConfig,
+    MethodConfig,
+    ProbeConfig,
+    RewardConfig,
+    run,
+    train,
+    validate,
+)
 from moe_rl.training.batch import micro_batches
 from moe_rl.training.checkpoint import save_checkpoint
 from moe_rl.training.incidents import NotFiniteError
-from moe_rl.training.loop import collect_batch, responses
+from moe_rl.training.loop import collect_batch, evaluate, responses, update_policy
 from moe_rl.training.other_methods import rescored
 from moe_rl.training.score import score_rollout
 from moe_rl.training.scorers import Margins, RouterScores
@@ -89,6 +99,58 @@ def test_noise_moves_the_update_and_replay_is_immune_to_it(state_of, tmp_path):
     run(quiet), run(noisy)
     assert same(weights(quiet), weights(noisy))
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
+
+
+def test_selection_noise_is_drawn_anew_in_every_update(state_of, tmp_path, monkeypatch):
+    seeds = []
+
+    def noted(*args, noise, **options):
+        seeds.append(noise.initial_seed())
+        return update_policy(*args, noise=noise, **options)
+
+    monkeypatch.setattr("moe_rl.training.loop.update_policy", noted)
+    run(state_of(replace(method(noise=1.0), probe=ProbeConfig(every=0)), tmp_path))
+    assert len(seeds) == len(set(seeds)) == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout": replace(MICRO.rollout, group_size=2, lag=1, dynamic_sampling=2)},
+        {"reward": RewardConfig(model="learned", initial_batches=2, retrain_every=1, epochs=1)},
+    ],
+    ids=["refills", "learned reward"],
+)
+def test_no_random_numbers_are_drawn_twice_in_a_run(state_of, tmp_path, monkeypatch, changes):
+    drawn = []
+
+    def noted(*key):
+        drawn.append(key)
+        return seeded_generator(*key)
+
+    monkeypatch.setattr("moe_rl.training.state.seeded_generator", noted)
+    run(state_of(replace(method(noise=1.0), probe=ProbeConfig(every=0), **changes), tmp_path))
+    assert len(drawn) == len(set(drawn))
+    purposes = {purpose.split("/")[0] for _, purpose, *_ in drawn}
+    more = {"reward", "retrain"} if "reward" in changes else {"refill"}
+    assert purposes == {"evaluate", "sample", "order", "noise", *more}
+
+
+def test_held_out_prompts_are_evaluated_the_same_every_time_and_not_trained_on(state_of, tmp_path):
+    state, asked = state_of(MICRO, tmp_path), []
+    draw = state.task.problem
+
+    def noted(rng, held_out=False):
+        asked.append((held_out, draw(rng, held_out=held_out)))
+        return asked[-1][1]
+
+    state.task.problem = noted
+    collect_batch(state)
+    for state.step in (0, 1):
+        evaluate(state)
+    assert [held_out for held_out, _ in asked] == [False] * 4 + [True] * 16 and asked[4:12] == asked[12:]
+    collect_batch(state)
+    assert asked[20:] != asked[:4], "another step has prompts of its own"
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -234,6 +296,19 @@ def test_aux_loss_is_off_and_said_to_be_unless_asked_for(state_of, tmp_path):
     assert on["grad_norm"] != off["grad_norm"]
 
 
+def test_the_load_balancing_loss_of_micro_batches_is_their_mean_and_no_sum(state_of, tmp_path):
+    """Without advantages it alone has a gradient; loads of a part are nearly those of all."""
+    ends = []
+    for size in (None, 4):
+        optim = replace(MICRO.optim, aux_loss_coef=1.0, micro_batch=size, steps=1)
+        state = state_of(replace(MICRO, optim=optim, probe=ProbeConfig(every=0)), tmp_path / str(size))
+        state.task.reward = lambda *_: 0.5
+        run(state)
+        ends.append(rows(tmp_path / str(size), "update")[0])
+    for name in ("aux_loss", "grad_norm"):
+        assert ends[1][name] == pytest.approx(ends[0][name], rel=0.3), name
+
+
 def test_a_damaged_checkpoint_is_named_and_nothing_is_overwritten(state_of, tmp_path):
     run(state_of(MICRO, tmp_path))
     path = tmp_path / "checkpoint" / "model.safetensors"
@@ -301,7 +376,7 @@ def test_plain_grpo_asks_nobody_but_the_old_policy(state_of, tmp_path):
     assert asked == ["EngineRoutes", "RouterScores", "Reference"]
 
 
-def test_scoring_in_micro_batches_says_what_scoring_at_once_does(state_of, tmp_path):
+def test_scoring_in_micro_batches_says_what_scoring_at_once_does(state_of, tmp_path, monkeypatch):
     """Of tokens; what stands on padding is nobody's, and routes of padding that was left out are -1."""
     long = replace(MICRO.rollout, max_new_tokens=20)
     state = state_of(replace(MICRO, rollout=long), tmp_path)
@@ -315,3 +390,8 @@ def test_scoring_in_micro_batches_says_what_scoring_at_once_does(state_of, tmp_p
     assert torch.equal(parts.routes.ids[mask], whole.routes.ids[mask]) and bool((parts.routes.ids[mask] >= 0).all())
     assert bool((parts.routes.ids[~mask] == -1).any()) and not bool((whole.routes.ids == -1).any())
     assert torch.equal(parts.routes.tokens, whole.routes.tokens)
+    sizes = []
+    state.policy.register_forward_pre_hook(lambda _, __, given: sizes.append(len(given["input_ids"])), with_kwargs=True)
+    monkeypatch.setattr("moe_rl.training.score.SCORING_BATCH", 5)
+    score_rollout(rollout, state.policy, state.ranks, temperature=1.0)
+    assert sizes == [5, 5, 5, 1], "of more than a pass holds, unless a setting says otherwise"

@@ -14,6 +14,7 @@ from micro import MICRO, logps, rows
 from moe_rl.objectives import (
     OBJECTIVES,
     accepted_advantages,
+    decoupled_advantages,
     group_advantages,
     leave_one_out_advantages,
     policy_loss,
@@ -130,6 +131,18 @@ def test_advantages_are_those_that_the_method_names(state_of, tmp_path):
     }.items():
         made = batch(name)
         assert torch.equal(made.advantages, expected(made.rewards)), name
+    (row,) = rows(tmp_path / "online_rft", "rollout")
+    assert 0 < row["accepted"] == row["reward"] < 1
+
+
+def test_decoupled_advantages_are_of_every_reward_by_itself(state_of, tmp_path):
+    state = state_of(config_of("grpo_decoupled"), tmp_path)
+    rollout = responses(state, random.Random(0), state.generator("test"))
+    scores = score_rollout(rollout, state.policy, state.ranks, temperature=1.0)
+    advantages, _, metrics = advantages_of(state, rollout, scores)
+    table = torch.tensor([list(state.task.rewards(None, text).values()) for text in rollout.completions])
+    assert torch.equal(advantages, decoupled_advantages(table, 4)) and bool(table.std(0).all())
+    assert [metrics["reward_odd"], metrics["reward_short"]] == pytest.approx(table.mean(0).tolist())
 
 
 def on_tokens(state, rollout, row):
@@ -280,6 +293,17 @@ def test_refusals_name_the_method_and_the_remedy():
         task=TaskConfig(name="copy"),
     )
     refused("learned reward has no threshold", "online_rft", reward=LEARNED)
+    refused("must divide rollout.prompts .4., got 3", optim=replace(MICRO.optim, num_minibatches=3))
+    refused(
+        r"asks for rewards\(\), which task copy lacks",
+        method=MethodConfig(advantage="decoupled"),
+        task=TaskConfig(name="copy"),
+    )
+    refused("by 'one': imitation looks at no reward", method=MethodConfig(advantage="one"), reward=LEARNED)
+    refused("by 'process': step rewards come from the task", "gspo_token_process", reward=LEARNED)
+    refused("by 'decoupled': several rewards come from the task", "grpo_decoupled", reward=LEARNED)
+    refused("group_size: a reward model learns from pairs .* got 1", "ppo", rollout=one, reward=LEARNED)
+    refused("got reward.model 'learned'", rollout=replace(MICRO.rollout, dynamic_sampling=1), reward=LEARNED)
     refused("value.lam: .* of at least 0 and of at most 1, got 1.5", "ppo", value=ValueConfig(lam=1.5))
     refused("batch's 8 responses", "dpo", probe=ProbeConfig(sequences=9))
     for name in ("ppo", "sft", "rft", "online_rft"):
@@ -335,9 +359,9 @@ def test_dpo_takes_the_best_and_the_worst_of_each_group(state_of, tmp_path):
 
 
 def test_dpo_pairs_stay_together_in_micro_batches(state_of, tmp_path):
-    ends = []
+    ends, long = [], replace(MICRO.rollout, max_new_tokens=20)  # lengths by which rows alone would change places
     for size in (None, 2):
-        config = config_of("dpo", optim=replace(MICRO.optim, micro_batch=size, steps=1))
+        config = config_of("dpo", optim=replace(MICRO.optim, micro_batch=size, steps=1), rollout=long)
         state = state_of(config, tmp_path / str(size))
         run(state)
         ends.append((weights(state.policy), rows(tmp_path / str(size), "update")))

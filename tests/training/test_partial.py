@@ -11,6 +11,7 @@ from moe_rl.rollout.engine_config import Engine
 from moe_rl.rollout.engines import EngineConfig
 from moe_rl.training import MethodConfig, ProbeConfig, RewardConfig, run, validate
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint
+from moe_rl.training.config import DistributedConfig
 from moe_rl.training.loop import collect_batch, update_on
 
 QUIET = replace(MICRO, probe=ProbeConfig(every=0), optim=replace(MICRO.optim, steps=4))
@@ -149,6 +150,18 @@ def test_a_conversation_trains_and_is_evaluated(state_of, tmp_path):
         ),
         (replace(TURNS, rollout=replace(TURNS.rollout, segment=2)), "one version"),
         (replace(TURNS, method=MethodConfig(objective="ppo")), "one turn"),
+        (
+            replace(SEGMENTED, rollout=replace(SEGMENTED.rollout, dynamic_sampling=1)),
+            "segment .* this rollout.dynamic_sampling",
+        ),
+        (replace(SEGMENTED, distributed=DistributedConfig("ddp")), "segment .* this distributed.strategy"),
+        (replace(SEGMENTED, method=MethodConfig(objective="dpo", source="policy")), "segment .* this method.objective"),
+        (replace(TURNS, distributed=DistributedConfig("ddp")), "turns, .* this distributed.strategy"),
+        (
+            replace(TURNS, rollout=replace(TURNS.rollout, engine=EngineConfig("mine:Engine"))),
+            "turns, .* use self or hf",
+        ),
+        (replace(TURNS, method=MethodConfig(source="initial")), "turns, .* 'initial' responses; use policy"),
     ],
 )
 def test_what_is_not_defined_is_refused(config, message):

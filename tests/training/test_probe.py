@@ -17,6 +17,7 @@ from micro import MICRO, rows
 from moe_rl.measure import token_logps
 from moe_rl.measure.noise_floor import floor_metrics
 from moe_rl.training import EvalConfig, MethodConfig, ProbeConfig, begin, probe, probe_options, run, validate
+from moe_rl.training.config import DistributedConfig
 from moe_rl.training.loop import collect_batch, start_probe
 from moe_rl.training.route_tables import read_route_table, write_route_table
 
@@ -97,6 +98,9 @@ def test_the_decomposition_is_logged_and_disturbs_nothing(paid_by_parity, tmp_pa
     assert any(row["token_var_routing"] > 0 for row in found)
     with pytest.raises(ValueError, match=r"probe\.sequences"):
         validate(replace(config, probe=ProbeConfig(every=0, sequences=999, decompose_every=1)))
+    alone = replace(config.probe, every=0, decompose_every=2)
+    run(begin(replace(config, optim=replace(config.optim, steps=1), probe=alone), tmp_path / "alone"))
+    assert {row["kind"] for row in rows(tmp_path / "alone")} == {"rollout", "update", "decomposition", "eval"}
 
 
 def test_gates_stand_in_the_order_of_the_experts_in_route_tables(tmp_path):
@@ -171,6 +175,10 @@ def test_comparing_gradients_changes_nothing_else_and_finds_no_bias_where_no_wei
         (
             {"probe": ProbeConfig(sequences=2, gradients=True), "method": MethodConfig(objective="dpo")},
             "probe.gradients does not go with this method.objective",
+        ),
+        (
+            {"probe": ProbeConfig(sequences=2, gradients=True), "distributed": DistributedConfig("ddp")},
+            "probe.gradients does not go with this distributed.strategy",
         ),
     ],
 )

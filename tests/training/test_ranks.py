@@ -1,6 +1,7 @@
 """Two processes are one: same prompts, samples and losses, whatever holds the weights; and what stops at once."""
 
 import json
+import math
 import os
 import sys
 from dataclasses import replace
@@ -325,3 +326,23 @@ def test_shares_are_consecutive_and_cover_everything():
     assert [list(Group.share(three, 7, rank)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
     with pytest.raises(DistributedError, match="2 things cannot be shared by 3"):
         Group.share(three, 2)
+    two = SimpleNamespace(size=2, rank=1, share=lambda count, rank: range(count // 2))
+    with pytest.raises(DistributedError, match="rank 1 has 3 rows to gather; its share is 2"):
+        Group.gather(two, torch.zeros(3), 4)
+
+
+def test_a_norm_that_is_not_finite_clips_nothing():
+    """Scaled by it, finite gradients would be 0 or NaN, and a message could not name the one that is not."""
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    for bad, left in ((3.0, 0.4), (math.inf, 4.0), (math.nan, 4.0)):
+        weights[0].grad, weights[1].grad = torch.tensor([bad, 0.0]), torch.tensor([4.0, 0.0])
+        norm = ranks_of().clip_grad_norm_(weights, 0.5)
+        assert torch.isfinite(norm) == math.isfinite(bad) and float(weights[1].grad[0]) == pytest.approx(left)
+
+
+def test_the_largest_over_ranks_is_nan_if_any_is():
+    def largest(*found):
+        return Group.largest(SimpleNamespace(exchange=lambda own: list(found)), found[0])
+
+    assert largest(1.0, 3.0, 2.0) == 3.0
+    assert math.isnan(largest(math.nan, 1.0)) and math.isnan(largest(1.0, math.nan))

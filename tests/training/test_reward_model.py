@@ -4,19 +4,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from micro import MICRO, rows
 
-from moe_rl.objectives import dpo_coefficients, reward_model_loss
+from moe_rl.objectives import dpo_coefficients, group_advantages, reward_model_loss
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import Problem, Rollout
 from moe_rl.rollout.character_tasks import ModChain
 from moe_rl.routing import RoutedExperts
-from moe_rl.training import OptimConfig, RewardConfig
+from moe_rl.training import OptimConfig, ProbeConfig, RewardConfig, run
 from moe_rl.training.batch import Batch
 from moe_rl.training.dpo import best_and_worst, pair_loss, preferences
+from moe_rl.training.loop import collect_batch, responses
+from moe_rl.training.other_methods import retrain_reward_model
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import Comparisons, RewardModel, ranked_pairs
 
 TINY = TinyConfig(hidden_size=16, num_layers=1, num_heads=2, num_experts=4, moe_intermediate_size=8)
+
+LEARNED = replace(
+    MICRO,
+    reward=RewardConfig(model="learned", initial_batches=1, retrain_every=1, batch_size=4),
+    probe=ProbeConfig(every=0),
+)
 
 
 def reward_model(**config):
@@ -107,12 +116,42 @@ def test_history_is_bounded_and_survives_a_checkpoint():
     generator = torch.Generator().manual_seed(0)
     model = reward_model(history_size=5, epochs=1)
     model.observe(rollout(generator))
+    seen = model.fresh.input_ids.tolist()
     model.retrain(generator)
+    places = [seen.index(pair) for pair in model.history.input_ids.tolist()]
+    assert places == sorted(set(places)) != [0, 1, 2, 3, 4], "drawn from all, not the first"
     model.observe(rollout(generator, groups=1, length=9))
     other = reward_model()
     other.restore(model.tensors())
     assert len(other.history) == 5 and len(other.fresh) == 2
     assert torch.equal(other.fresh.input_ids, model.fresh.input_ids)
+
+
+def test_a_learned_reward_makes_the_advantages_and_hears_the_verifier(state_of, tmp_path):
+    state = state_of(LEARNED, tmp_path)
+    assert retrain_reward_model(state, responses)["reward_model_new"] > 0
+    batch, model = collect_batch(state), state.reward_model
+    learned = model.scores(batch.input_ids, batch.attention_mask).detach()
+    torch.testing.assert_close(batch.advantages, group_advantages(learned, 4), atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(batch.advantages, group_advantages(batch.rewards, 4), atol=0.1)
+    assert len(model.fresh) == len(ranked_pairs(batch.rewards, 4)) > 0
+    (row,) = rows(tmp_path, "rollout")
+    lengths = batch.completion_mask.sum(1).float()
+    assert [row["reward"], row["reward_std"], row["response_length"]] == pytest.approx(
+        [float(x) for x in (batch.rewards.mean(), batch.rewards.std(), lengths.mean())]
+    )
+    assert row["learned_reward"] == pytest.approx(float(learned.mean()), rel=1e-4)
+    assert row["learned_reward_agreement"] == model.agreement(batch.rewards, learned, 4)
+
+
+def test_a_reward_model_is_retrained_when_it_is_due_on_all_that_was_sampled_since(state_of, tmp_path):
+    reward = replace(LEARNED.reward, retrain_every=2, epochs=1)
+    state, heard = state_of(replace(LEARNED, reward=reward, optim=replace(MICRO.optim, steps=3)), tmp_path), []
+    observe = state.reward_model.observe
+    state.reward_model.observe = lambda rollout: (heard.append(len(ranked_pairs(rollout.rewards, 4))), observe(rollout))
+    run(state)
+    steps = [row.get("reward_model_new") for row in rows(tmp_path, "step")]
+    assert steps == [heard[0], None, heard[1] + heard[2]] and len(heard) == 1 + 3, "one batch before the first step"
 
 
 def test_comparisons_of_different_widths_join():
@@ -123,6 +162,13 @@ def test_comparisons_of_different_widths_join():
         both.input_ids[0].tolist() == [[1, 1, 0]] * 2 and both.attention_mask[0].tolist() == [[True, True, False]] * 2
     )
     assert both.input_ids[1].tolist() == [[2, 2, 2]] * 2
+
+
+def test_a_pair_that_the_model_scores_alike_is_in_no_order():
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.2])  # the best with the worst, the second with the third
+    model = reward_model()
+    assert model.agreement(rewards, torch.tensor([2.0, 1.0, 1.0, 1.0]), 4) == 0.5
+    assert model.agreement(torch.ones(4), rewards, 4) is None
 
 
 def test_pairs():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_rl.routing import RoutedExperts, RoutingError
-from moe_rl.tables import MARK, read_table, write_table
+from moe_rl.tables import MARK, read_table, seal_of, write_table
 from moe_rl.training import route_tables
 from moe_rl.training.route_tables import read_route_table, write_route_changes, write_route_table
 
@@ -70,8 +70,9 @@ def test_some_sequences_and_sites_are_read_from_their_row_groups(tmp_path, monke
                 read = read_route_table(path, rows, sites)
                 expected = sets(routes) if sites is None else sets(routes).select(sites)
                 assert read.equal(expected if rows is None else expected.rows(rows))
-        with pytest.raises(RoutingError, match=r"no sequence 7 among the 7"):
-            read_route_table(path, [7])
+        for number in (7, -1):
+            with pytest.raises(RoutingError, match=f"no sequence {number} among the 7"):
+                read_route_table(path, [0, number])
         with pytest.raises(RoutingError, match=r"old.parquet|new.parquet"):
             read_route_table(path, None, ["d.gate"])
 
@@ -110,6 +111,20 @@ def test_changes_need_the_file_that_they_are_since(tmp_path):
         read_route_table(path)
     since.unlink()
     with pytest.raises(RoutingError, match=r"old\.parquet: cannot be read"):
+        read_route_table(path)
+
+
+def test_changes_since_a_file_of_another_folder_are_not_followed_there(tmp_path):
+    """Whatever a file says: it may have come from somebody else."""
+    write_route_table(tmp_path / "old.parquet", routes_of(8))
+    header = {"format": "moe_rl.route_changes", "shape": [2, 5, 3, 4], "dtype": "uint8", "num_experts": 8, "meta": {}}
+    header |= {"sites": ["a.gate", "b.gate", "c.gate"], "group_sequences": 1638, "since": "../old.parquet"}
+    path = tmp_path / "sub" / "new.parquet"
+    path.parent.mkdir()
+    write_table(path, {"group": [0]}, {**header, "since_sha256": seal_of(tmp_path / "old.parquet")})
+    with pytest.raises(
+        RoutingError, match=r"changes since \.\./old\.parquet: expected a file in the folder of .*sub/new"
+    ):
         read_route_table(path)
 
 

@@ -46,14 +46,16 @@ def test_every_token_that_matters_is_replayed(state_of, tmp_path):
         assert [row[name] for row in a] == pytest.approx([row[name] for row in b], rel=2e-3, abs=1e-6)
 
 
-def test_probed_steps_make_the_pass_and_compare(state_of, tmp_path):
-    config = replace(decoding(), probe=ProbeConfig(every=2, sequences=4, floor=False))
+@pytest.mark.parametrize("lag", [0, 1])
+def test_probed_steps_make_the_pass_and_compare(state_of, tmp_path, lag):
+    """Under a lag those that train on the batch, not those that sample it."""
+    config = replace(decoding(lag=lag), probe=ProbeConfig(every=2, sequences=4, floor=False))
     config = replace(config, optim=replace(config.optim, steps=3))
     run(state_of(config, tmp_path))
     gaps = [row["rollout_logp_gap"] for row in rows(tmp_path, "rollout")]
-    assert [gap is None for gap in gaps] == [False, True, False] and max(gaps[0], gaps[2]) < 1e-5
+    assert [gap is None for gap in gaps] == [False, True, False, True][: 3 + lag] and max(gaps[0], gaps[2]) < 1e-5
     compared = rows(tmp_path, "engine", pair="engines")
-    assert [row["step"] for row in compared] == [0, 2] and compared[0]["slots_changed"] == 0
+    assert [row["step"] for row in compared] == [0, 2 - lag] and compared[0]["slots_changed"] == 0
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from micro import MICRO, rows
 
 from moe_rl.measure.metrics import load_violation
 from moe_rl.routing import expert_load
 from moe_rl.training import MethodConfig, ProbeConfig, run
+from moe_rl.training.batch import totals_of
 from moe_rl.training.loop import collect_batch, update_on
 
 QUIET = replace(MICRO, probe=ProbeConfig(every=0))
@@ -51,3 +54,16 @@ def test_max_vio_is_of_the_routes_that_were_trained_on(state_of, tmp_path):
     update_on(state, batch, 1)
     load = expert_load(batch.routes, batch.attention_mask.bool())
     assert rows(tmp_path, "update")[0]["max_vio"] == pytest.approx(float(load_violation(load)["max_vio"].mean()))
+
+
+def test_what_a_loss_is_divided_by_is_what_counts_in_it():
+    """Tokens, responses that have any, pairs with a preference."""
+    mask = torch.tensor([[True, True], [False, False], [True, False], [True, True]])
+    assert totals_of(SimpleNamespace(completion_mask=mask, advantages=torch.tensor([1.0, -1.0, 0.0, 0.0]))) == (5, 3, 1)
+
+
+def test_pairs_are_split_pair_by_pair(state_of, tmp_path):
+    """Two prompts are two pairs, one for each of two minibatches."""
+    config = replace(QUIET, method=MethodConfig(objective="dpo"), rollout=replace(MICRO.rollout, prompts=2))
+    run(state_of(replace(config, optim=replace(MICRO.optim, steps=1)), tmp_path))
+    assert [row["update"] for row in rows(tmp_path, "update")] == [1, 2]

@@ -97,6 +97,7 @@ def test_a_clipped_value_loss_stops_where_the_value_has_moved_far_enough(policy,
     critic.backward(batch, states, Totals(14, 4, 0))
     assert (float(critic.model.bias.grad.abs()) > 0.1) == moves
     assert critic.step(0.0)["value_loss"] == pytest.approx(loss)
+    assert float(critic.model.bias) == pytest.approx(value), "at none of its learning rate"
 
 
 def test_advantages_and_returns_of_a_value_that_knows_nothing(policy, batch):
@@ -115,6 +116,25 @@ def test_advantages_and_returns_of_a_value_that_knows_nothing(policy, batch):
     advantages, _, _ = critic.advantages(rewards, batch.values, batch.completion_mask)
     assert advantages[0, 4:].tolist() == [0.125, 0.25, 0.5, 1.0]
     assert advantages[3].tolist() == [0, 0, 0, 0, 0.5, 1.0, 0, 0]
+    # V = .2, .4 and gamma .5: delta = .5 * .4 - .2 = 0 and 1 - .4 = .6, so that A = 0 + .5 * .9 * .6 and .6
+    known = batch.values.index_put((torch.tensor([3, 3]), torch.tensor([4, 5])), torch.tensor([0.2, 0.4]))
+    critic = critic_of(policy, gamma=0.5, lam=0.9, whiten=False)
+    advantages, returns, _ = critic.advantages(rewards, known, mask)
+    assert advantages[3, 4:6].tolist() == pytest.approx([0.27, 0.6])
+    assert returns[3, 4:6].tolist() == pytest.approx([0.47, 1.0])
+
+
+def test_the_value_loss_of_micro_batches_is_that_of_the_minibatch(policy, batch):
+    """Of unequal numbers of tokens: four rows of 4, 4, 4 and 2."""
+    gradients = []
+    for parts in ([[0, 1, 2, 3]], [[0, 1], [2, 3]]):
+        critic = critic_of(policy)
+        torch.nn.init.constant_(critic.model.head.weight, 0.1)
+        for rows in parts:
+            critic.backward(batch.rows(torch.tensor(rows)), [], totals_of(batch))
+        gradients.append(critic.model.head.weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+    assert bool(gradients[0].any())
 
 
 def test_the_policy_does_not_feel_the_value_head(policy, batch):

@@ -76,7 +76,8 @@ def through_both(state_of, tmp_path, monkeypatch, config, python):
 
 def test_r3_replays_the_routes_of_an_engine_in_another_process(state_of, tmp_path, monkeypatch):
     folder = through_both(state_of, tmp_path, monkeypatch, R3, fake_python(tmp_path))
-    assert all(row["slots_changed"] == 0 < row["slots"] for row in rows(folder, "engine", pair="engines"))
+    engines = rows(folder, "engine", pair="engines")
+    assert engines and all(row["slots_changed"] == 0 < row["slots"] for row in engines)
     for row in rows(folder, "update"):
         assert 0 < row["replayed_rows"] < row["routed_rows"], "all but last tokens"
     first = rows(folder, "update")[0]
@@ -89,7 +90,8 @@ def test_r3_with_the_real_vllm(state_of, tmp_path, monkeypatch):
     tiny = replace(R3.model.tiny, hidden_size=64, num_heads=2, moe_intermediate_size=32)
     config = replace(R3, model=replace(R3.model, tiny=tiny))
     folder = through_both(state_of, tmp_path, monkeypatch, config, os.environ["MOE_RL_VLLM_PYTHON"])
-    assert all(row["slots_changed"] == 0 < row["slots"] for row in rows(folder, "engine", pair="engines"))
+    engines = rows(folder, "engine", pair="engines")
+    assert engines and all(row["slots_changed"] == 0 < row["slots"] for row in engines)
     assert all(row["replayed_rows"] > 0 for row in rows(folder, "update"))
 
 

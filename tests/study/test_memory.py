@@ -1,0 +1,37 @@
+"""What a run keeps besides its policy, by arithmetic."""
+
+import pytest
+from test_doctor import QWEN, needs, run
+
+from moe_rl.policy.models import ModelConfig
+from moe_rl.study.memory import architecture, meta_model, plan
+from moe_rl.training import MethodConfig, ProbeConfig, RolloutConfig
+
+
+def test_predictors_keep_what_the_routers_saw():
+    pr2 = run(QWEN, method=MethodConfig(replay="PR2"))
+    of = plan(pr2)
+    found, tokens = needs(pr2), 256 * (of.prompt_tokens + of.new_tokens)
+    assert found["router inputs and logits"] == tokens * 48 * (2048 + 2 * 128) * 4
+    assert found["predictors"] == 16 * 48 * 2048 * 128
+    assert not {"router inputs and logits", "predictors"} & set(needs(run(QWEN)))
+
+
+def test_what_a_probe_and_pairs_keep_and_what_waits():
+    """DPO has the policy of the beginning twice; a probe keeps other weights, and four gradients of each weight."""
+    P, lag = 30_532_122_624, RolloutConfig(prompts=32, group_size=8, lag=2)
+    probe = ProbeConfig(decompose_every=1, gradients=True)
+    plain = needs(run(QWEN))
+    found = needs(run(QWEN, method=MethodConfig(objective="dpo"), probe=probe, rollout=lag))
+    assert (found["reference"], found["initial policy"]) == (2 * P, 2 * P)
+    assert (found["weights of the decomposition"], found["gradients of the probe"]) == (2 * P, 8 * P)
+    assert found["routes"] == 3 * plain["routes"] and found["KV cache"] == plain["KV cache"]
+    assert not {"reference", "initial policy", "weights of the decomposition", "gradients of the probe"} & set(plain)
+    assert plain["sampling logits"] == 256 * 151_936 * (2 + 16)
+
+
+@pytest.mark.parametrize("path", ["ibm-granite/granite-3.1-1b-a400m-base", "Qwen/Qwen3-30B-A3B"])
+def test_gathered_layers_are_without_the_embeddings_which_may_be_one_matrix(path):
+    config = ModelConfig(path=path, dtype="bfloat16")
+    layer = sum(p.numel() for p in meta_model(architecture(config)).model.layers[0].parameters())
+    assert needs(run(config), devices=8)["gathered layers"] == pytest.approx(2 * 2 * layer, rel=1e-4)
