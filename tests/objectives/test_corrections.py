@@ -66,6 +66,8 @@ def test_off_policy_mask_golden():
     mask = torch.ones(2, 2, dtype=torch.bool)
     got = off_policy_sequence_mask(log_weight, double([[-1.0, 1.0], [-1.0, -1.0]]), mask, 0.5)
     torch.testing.assert_close(got, double([[0.0, 1.0], [1.0, 1.0]]))
+    on_the_bound = off_policy_sequence_mask(double([[-0.5, -0.5]]), double([[-1.0, -1.0]]), mask[:1], 0.5)
+    assert on_the_bound.tolist() == [[1.0, 1.0]], "dropped is what is beyond delta"
 
 
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0))
