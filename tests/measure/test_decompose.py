@@ -230,10 +230,11 @@ def test_golden_of_one_token():
 
 def test_order_is_taken_where_sets_agree_and_only_there():
     def routes(*rows):
-        return RoutedExperts(torch.tensor([[[list(row)] for row in rows]]), ["gate"], 5)
+        return RoutedExperts(torch.tensor([[[list(row)] for row in rows]]), ["gate"], 5, tokens=[[7, 8]])
 
     ordered = in_order_of(routes((3, 1), (0, 2)), routes((1, 3), (2, 4)))
     assert ordered.ids[0, :, 0].tolist() == [[3, 1], [2, 4]]
+    assert ordered.tokens.tolist() == [[7, 8]], "which a replay compares"
 
 
 def test_two_architectures_are_refused(text):
