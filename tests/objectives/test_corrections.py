@@ -144,6 +144,14 @@ def test_a_correction_is_written_as_it_is_read():
         assert Correction.parse(str(correction)) == correction
 
 
+@pytest.mark.parametrize(
+    "text", ["token_mask", "token_mask:x", "token_mask:0.5:x", "token_mask:0.1:0.5:5", "tis:2:new"]
+)
+def test_a_correction_that_cannot_be_read_is_refused(text):
+    with pytest.raises(ValueError, match=rf"'{text}': expected KIND:HIGH or KIND:LOW:HIGH"):
+        Correction.parse(text)
+
+
 def test_infinite_weights_are_bounded_or_dropped():
     log_weight = double([[5000.0, 0.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_rl.routing import RoutedExperts, RoutingError, change_counts
+from moe_rl.routing import RoutedExperts, RoutingError, active_set_churn, change_counts
 
 
 def test_routes_recorded_through_a_model_around_it_are_compared_under_one_name() -> None:
@@ -16,7 +16,7 @@ def test_routes_recorded_through_a_model_around_it_are_compared_under_one_name()
     around = [f"pretrained_model.layers.{i}.gate" for i in range(3)]
     told = (RoutedExperts(ids, names, 4, tokens=[[token]]) for names, token in ((own.sites, 5), (around[:2], 6)))
     with pytest.raises(RoutingError, match="position 0 is token 5 in the old and 6 in the new"):
-        change_counts(*told)
+        active_set_churn(*told)
     three = RoutedExperts(torch.cat([ids, ids[:, :, :1]], 2), around, 4)
     with pytest.raises(RoutingError, match=r"layers\.0\.gate is only in the old routes \(one of 5\)"):
         change_counts(own, three)
