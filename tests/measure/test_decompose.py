@@ -238,8 +238,9 @@ def test_order_is_taken_where_sets_agree_and_only_there():
 
 
 def test_two_architectures_are_refused(text):
-    with pytest.raises(RoutingError, match="site"):
-        decompose(build(layers=2), build(layers=1), *text)
+    for old, new in ((2, 1), (1, 2)):
+        with pytest.raises(RoutingError, match=f"do not fit this model of {new} sites: they hold {old}"):
+            decompose(build(layers=old), build(layers=new), *text)
     with pytest.raises(RoutingError, match="2 of 8 experts"):
         decompose(build(experts=6), build(experts=8), *text)
 

@@ -154,6 +154,8 @@ def test_the_last_sampled_token_may_be_missing_if_the_others_prove_it() -> None:
     unknown = RoutedExperts(routes.ids, routes.sites, routes.num_experts)
     with replay_routes(model, unknown), pytest.raises(RoutingError, match="do not fit"):
         model(inputs)
+    with replay_routes(model, routes), pytest.raises(RoutingError, match="do not fit"):
+        model(inputs_embeds=model.get_input_embeddings()(inputs))
 
 
 @pytest.mark.parametrize("cached", [1, 2, 6])
@@ -203,6 +205,12 @@ def test_other_tokens_are_an_error_that_names_the_row() -> None:
         model(changed)  # nothing is known of the tokens of the second sequence
     assert replay.replayed_fraction == 1
     live = routes.ids
+    live[1, 4, 0] = -1  # forced at the other sites
+    with (
+        replay_routes(model, RoutedExperts(live, routes.sites, 8, tokens=routes.tokens)),
+        pytest.raises(RoutingError, match="sequence 1, token 4"),
+    ):
+        model(changed)
     live[1, 4] = -1  # tokens of rows that force nothing do not matter
     with replay_routes(model, RoutedExperts(live, routes.sites, 8, tokens=routes.tokens)):
         model(changed)
@@ -215,6 +223,7 @@ def test_routes_of_another_model_are_an_error() -> None:
     for wrong, text in [
         (RoutedExperts(ids[:, :, :2], sites[:2], 8), "none for model.layers.2.mlp.gate"),
         (RoutedExperts(ids, [*sites[:2], "model.layers.7.mlp.gate"], 8), "layers.7.mlp.gate, which it does not have"),
+        (RoutedExperts(ids[:, :, [0, 1, 2, 0]], [*sites, "model.layers.7.mlp.gate"], 8), "hold 4, and model.layers.7"),
         (RoutedExperts(ids, sites, 16), "2 of 8 experts; the routes hold 2 of 16"),
         (RoutedExperts(ids[..., :1], sites, 8), "2 of 8 experts; the routes hold 1 of 8"),
         (RoutedExperts(ids, sites, (8, 8, 16)), r"layers\.2\.mlp\.gate .* the routes hold 2 of 16"),
