@@ -186,7 +186,7 @@ class SiteShares:
         whole) / Var(whole), of both kinds by token; it sums to 1 over the sites only where sites add up."""
         number = len(self.sites)
         token, sequence = self.tokens.covariance, self.sequences.covariance
-        share = token[:-1, -1] / token[-1, -1] if token[-1, -1] else torch.full_like(token[:-1, -1], float("nan"))
+        share = token[:-1, -1] / token[-1, -1]  # where nothing varies, 0 over 0, which is NaN
         found = {"token_var": token.diagonal()[:-1], "sequence_var": sequence.diagonal()[:-1], "token_share": share}
         return {
             f"{name}_{kind}": values.view(2, number)[row].tolist()

@@ -80,7 +80,7 @@ class Stored:
             check_packed(packed, sites, experts, header["meta"].get("hash_routed", ()))
             tokens = None if tokens is None else checked_tokens(tokens, packed)
             if tokens is not None and "attended" in tensors:
-                tokens = hide(tokens, tensors["attended"] | (tokens < 0))
+                tokens = hide(tokens, tensors["attended"])
             meta = {**header["meta"], "written_by": header["written_by"]}
             expected = header["token_hash"], header["num_experts_per_tok"]
         except (AttributeError, KeyError, TypeError, RoutingError) as error:

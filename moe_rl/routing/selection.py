@@ -199,7 +199,8 @@ class Selection(TorchFunctionMode):
         assert forced is not None
         if forced.shape[0] * self.probe.num_experts != scores.numel():
             raise refusals.other_rows(self.name, forced.shape[0], scores.shape)
-        return forced.to(scores.device).reshape(*scores.shape[:-1], self.probe.k)
+        # A copy: a block that writes into what it is given must not change what the experts' ids are compared with.
+        return forced.to(scores.device, copy=True).reshape(*scores.shape[:-1], self.probe.k)
 
     def report(
         self, ids: Tensor, live: Tensor | None = None, best: Tensor | None = None, scores: Tensor | None = None

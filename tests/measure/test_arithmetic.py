@@ -26,8 +26,8 @@ from moe_rl.measure.arithmetic import (
     repadded,
 )
 from moe_rl.measure.decoding import decoded_logps
-from moe_rl.measure.scoring import TokenBatch, score_live
-from moe_rl.routing import find_sites, record_routes
+from moe_rl.measure.scoring import Scored, TokenBatch, score_live
+from moe_rl.routing import RoutedExperts, find_sites, record_routes
 
 COMMON = {
     "vocab_size": 30,
@@ -167,6 +167,26 @@ def test_tails_and_shares_by_hand():
     squares = [1.05**2, 1.2**2, 0.85**2, 1.0, 9.0]
     assert metrics["chi2_token"] == pytest.approx(sum(squares) / 5 - 1)
     assert metrics["ess_token"] == pytest.approx((1.05 + 1.2 + 0.85 + 1 + 3) ** 2 / (5 * sum(squares)))
+    many = torch.where(torch.arange(100) < 29, 1.0, 0.0)[None]  # 0.29 x 100 is a little less than 29
+    assert gap_split(many, many, many >= 0)["outside"] == 29
+
+
+def test_experts_that_changed_in_the_prompt_alone_are_replayed_too():
+    """They move the log-probabilities of the response."""
+    model, batch = build("qwen3_moe"), text()
+    before = score_live(model, batch)
+    ids = before.routes.ids
+    ids[1, 2, 0] = torch.tensor([e for e in range(6) if e not in ids[1, 2, 0]])[:2]
+    routes = RoutedExperts(ids, before.routes.sites, 6, tokens=before.routes.tokens)
+    metrics = compare(model, [batch], [Scored(before.logps, routes)], "same").metrics()
+    assert metrics["slots_changed"] == 0 == metrics["gap_max"] < metrics["gap_max_replayed"]
+
+
+def test_a_batch_without_a_token_to_measure_is_no_floor_of_zero():
+    model, batch = build("qwen3_moe"), text()
+    nothing = replace(batch, completion_mask=torch.zeros_like(batch.completion_mask))
+    with pytest.raises(CannotRun, match="no token to measure"):
+        compare(model, [nothing], [score_live(model, nothing)], "repeat").metrics()
 
 
 def test_padding_moves_and_tokens_keep_their_order():

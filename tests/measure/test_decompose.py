@@ -230,15 +230,17 @@ def test_golden_of_one_token():
 
 def test_order_is_taken_where_sets_agree_and_only_there():
     def routes(*rows):
-        return RoutedExperts(torch.tensor([[[list(row)] for row in rows]]), ["gate"], 5)
+        return RoutedExperts(torch.tensor([[[list(row)] for row in rows]]), ["gate"], 5, tokens=[[7, 8]])
 
     ordered = in_order_of(routes((3, 1), (0, 2)), routes((1, 3), (2, 4)))
     assert ordered.ids[0, :, 0].tolist() == [[3, 1], [2, 4]]
+    assert ordered.tokens.tolist() == [[7, 8]], "which a replay compares"
 
 
 def test_two_architectures_are_refused(text):
-    with pytest.raises(RoutingError, match="site"):
-        decompose(build(layers=2), build(layers=1), *text)
+    for old, new in ((2, 1), (1, 2)):
+        with pytest.raises(RoutingError, match=f"do not fit this model of {new} sites: they hold {old}"):
+            decompose(build(layers=old), build(layers=new), *text)
     with pytest.raises(RoutingError, match="2 of 8 experts"):
         decompose(build(experts=6), build(experts=8), *text)
 

@@ -37,5 +37,12 @@ def test_what_a_probe_logs_has_routers_and_layers_apart():
     assert found["layer_names"] == ["0"] and found["layer_gradient_cosine"] == [found["gradient_cosine"]]
     assert found["gradient_cosine"] == pytest.approx(1 / math.sqrt(2 * 5))
     assert found["gradient_halves_cosine"] == pytest.approx(1.0)
+    more = {"module.layers.0.gate_up.weight": torch.tensor([5.0]), "layers.1.gate.weight": torch.tensor([1.0, 0.0])}
+    sites = ["layers.0.gate", "layers.1.gate"]
+    wrapped = {f"module.{name}": value for name, value in natural.items()} | more
+    found = gradient_metrics(
+        wrapped, {"module.layers.0.gate.weight": torch.tensor([0.0, 2.0])}, (natural, natural), sites
+    )
+    assert found["router_gradient_norm_ratio"] == pytest.approx(2 / math.sqrt(2)), "of two routers, no gate_up"
     fixed = gradient_metrics(natural, replayed, (natural, natural), ["layers.0.hash"])
     assert math.isnan(fixed["router_gradient_cosine"])

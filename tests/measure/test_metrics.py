@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_rl.measure.metrics import change_metrics, load_metrics, router_metrics
+from moe_rl.measure.metrics import as_logits, change_metrics, load_metrics, router_metrics
 from moe_rl.measure.noise_floor import position_metrics
 from moe_rl.measure.router_shift import gates_and_margins
 from moe_rl.routing import RoutedExperts, change_counts
@@ -30,6 +30,26 @@ def test_a_common_shift_of_logits_moves_no_router():
     assert metrics["router_kl"] == pytest.approx(0, abs=1e-6)
     assert float(metrics["shift_over_margin"]) == pytest.approx(0, abs=1e-3)
     assert "margin_median" not in router_metrics(old, old, k=6), "all experts are taken: there is no boundary"
+    tied = [torch.zeros(4, 6)]
+    assert float(router_metrics(tied, tied, k=2)["shift_over_margin"]) == 0, "0 over a margin of 0"
+
+
+def test_margins_are_of_the_new_weights_at_the_nearest_rank_and_divergences_are_means_over_sites():
+    """Two experts, k = 1: a margin is the first logit. Those of the new weights are 1 to 6 and 7 to 11, over both sites
+    11, of which the second is the 10 % (1.1) and the sixth the median; those of the old weights are all 20."""
+    new = [torch.tensor([[float(m), 0.0] for m in margins]) for margins in (range(1, 7), range(7, 12))]
+    old = [torch.tensor([[20.0, 0.0]]).expand(6, 2), new[1]]
+    metrics = router_metrics(old, new, k=1)
+    assert (float(metrics["margin_p10"]), float(metrics["margin_median"])) == (2, 6)
+    for name in ("router_kl", "router_js"):
+        moved, still = metrics[f"site_{name}"]
+        assert moved > 0.01 and still == pytest.approx(0, abs=1e-8)
+        assert metrics[name] == pytest.approx((moved + still) / 2)
+
+
+def test_routers_of_no_token_have_no_margin():
+    metrics = router_metrics([torch.zeros(0, 6)], [torch.zeros(0, 6)], k=2)
+    assert math.isnan(metrics["router_kl"]) and "margin_median" not in metrics
 
 
 def test_load_of_two_tokens_on_four_experts():
@@ -42,6 +62,27 @@ def test_load_of_two_tokens_on_four_experts():
     assert metrics["load_entropy_mean"] == pytest.approx(1.5 * LN2)  # ½ ln 2 + 2 · ¼ ln 4
     assert [metrics[f"site_{name}_vio"] for name in ("max", "min", "avg")] == [1, -1, 0.5]
     assert metrics["active_set_churn"] == pytest.approx(1 / 3)  # {0, 1} -> {0, 1, 2}
+
+
+def test_load_is_of_the_tokens_of_the_mask_and_of_each_site():
+    """Site a as above, site b even and unchanged. The last token of the first sequence would make both even, and the
+    second sequence, which has no token that counts, would halve the churn."""
+    old = torch.tensor([[[[0, 1], [0, 1]], [[0, 1], [2, 3]], [[2, 3], [0, 1]]], [[[0, 1], [0, 1]]] * 3])
+    new = torch.tensor([[[[0, 1], [0, 1]], [[0, 2], [2, 3]], [[2, 3], [0, 1]]], [[[2, 3], [2, 3]]] * 3])
+    mask = torch.tensor([[True, True, False], [False] * 3])
+    metrics = load_metrics(*(RoutedExperts(ids, ("a", "b"), 4) for ids in (old, new)), mask)
+    cv, entropy = torch.tensor([math.sqrt(0.5), 0]), torch.tensor([1.5 * LN2, 2 * LN2])
+    assert float(metrics["load_cv_mean"]) == pytest.approx(float(cv.mean()))
+    assert float(metrics["load_cv_max"]) == pytest.approx(float(cv.max()))
+    assert float(metrics["load_entropy_mean"]) == pytest.approx(float(entropy.mean()))
+    assert float(metrics["load_entropy_min"]) == pytest.approx(float(entropy.min()))
+    assert metrics["site_max_vio"].tolist() == [1, 0] and metrics["site_min_vio"].tolist() == [-1, 0]
+    assert float(metrics["active_set_churn"]) == pytest.approx((1 / 3 + 0) / 2)
+
+
+def test_logits_that_sum_to_one_are_no_probabilities():
+    logits = torch.tensor([[-1.0, 2.0]])
+    assert torch.equal(as_logits(logits), logits)
 
 
 def test_changes_by_site_and_position_of_two_responses():
@@ -62,6 +103,7 @@ def test_changes_by_site_and_position_of_two_responses():
     assert [metrics[n] for n in ("slots_changed", "slots", "sites_changed", "sites", "tokens_changed", "tokens")] == [
         5, 12, 4, 6, 3, 3,
     ]  # fmt: skip
+    assert metrics["site_names"] == ("l.0.gate", "l.1.gate")
     assert metrics["site_slots_changed"].tolist() == [2, 3] and metrics["site_slots"].tolist() == [6, 6]
     assert metrics["flips_histogram"].tolist() == [0, 2, 1]  # tokens of 0, 1, 2 changed sites
     assert metrics["deviation_histogram"].tolist() == [2, 3, 1]  # pairs of 0, 1, 2 changed slots

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.measure.moments import PARTS, Moments, Shares
+from moe_rl.measure.moments import PARTS, Moments, Shares, SiteShares
 
 
 def random_parts(seed, rows=6, length=9):
@@ -78,4 +78,17 @@ def test_one_token_has_no_variance_and_nothing_breaks():
     shares = Shares.of(torch.zeros(2, 3, 3), torch.tensor([[True, False, False], [False, False, False]]))
     assert shares.tokens.count == shares.sequences.count == 1
     assert math.isnan(shares.token.total) and math.isnan(shares.token.share("weight"))
-    assert Moments.of(torch.zeros(0, 3)).count == 0
+    nothing = Moments.of(torch.zeros(0, 3))
+    assert nothing.count == (nothing + nothing).count == 0
+
+
+def test_shares_of_sites_add_up_over_batches():
+    alone, last = random_parts(0)[0].movedim(2, 0)[:2], random_parts(1)[0].movedim(2, 0)[:2]
+    whole, mask = random_parts(2)[0][..., 2], random_parts(2)[1]
+    every = SiteShares.of(("a", "b"), alone, last, whole, mask)
+    halves = [SiteShares.of(("a", "b"), alone[:, r], last[:, r], whole[r], mask[r]) for r in (slice(2), slice(2, 6))]
+    for name, values in (halves[0] + halves[1]).rows().items():
+        assert values == pytest.approx(every.rows()[name]), name
+    assert (halves[0] + halves[1]).whole == pytest.approx(float(whole[mask].var()))
+    still = SiteShares.of(("a", "b"), alone, last, torch.zeros_like(whole), mask).rows()
+    assert all(math.isnan(share) for kind in ("alone", "last") for share in still[f"token_share_{kind}"])

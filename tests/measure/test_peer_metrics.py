@@ -111,6 +111,11 @@ def test_weights_are_accounted_for_as_in_verl():
     one_in_a_hundred[0, 0] = 15.0
     found = importance_weight_metrics(one_in_a_hundred, torch.ones(1, 100, dtype=torch.bool))
     assert float(found["rollout_is_eff_sample_size"]) == pytest.approx(0.01, rel=1e-3)
+    bounded = importance_weight_metrics(torch.full((1, 2), -50.0), torch.ones(1, 2, dtype=torch.bool))
+    assert float(bounded["rollout_is_min"]) == pytest.approx(math.exp(-20))
+    assert float(bounded["rollout_is_eff_sample_size"]) == pytest.approx(1)
+    on_the_bounds = importance_weight_metrics(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), low=1.0, high=1.0)
+    assert float(on_the_bounds["rollout_is_oob_ratio"]) == 0
 
 
 def test_trust_region_is_accounted_for_as_in_prime_rl():
@@ -125,7 +130,8 @@ def test_trust_region_is_accounted_for_as_in_prime_rl():
         return float((values * where).sum() / max(int(where.sum()), 1))
 
     out = policy_loss("dppo_tv", trainer, inference, advantages, mask)
-    found = masked_mismatch_metrics(out.log_ratio, out.clipped & ~up, out.clipped & up, mask)
+    low_and_padding = (out.clipped & ~up) | ~mask  # what is no token is not taken out either
+    found = masked_mismatch_metrics(out.log_ratio, low_and_padding, out.clipped & up, mask)
     assert {name: float(x) for name, x in found.items()} == pytest.approx(
         {
             "is_masked": safe_mean(high | low, mask),
@@ -159,7 +165,10 @@ def test_load_violation_is_that_of_verl_and_of_prime_rl():
     load = torch.randint(0, 50, (5, 8), generator=torch.Generator().manual_seed(0)).double()
     expected = (load.max(1).values - load.mean(1)) / load.mean(1)
     torch.testing.assert_close(load_violation(load)["max_vio"], expected)
-    torch.testing.assert_close(load_violation(torch.cat([load, -torch.ones(5, 3)], 1))["max_vio"], expected)
+    without_idle = load + 1  # an expert that a site lacks is not one without tokens
+    torch.testing.assert_close(
+        load_violation(torch.cat([without_idle, -torch.ones(5, 3)], 1)), load_violation(without_idle)
+    )
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -168,7 +177,7 @@ def test_routing_confidence_is_that_of_prime_rl(score):
     values = logits.softmax(1) if score == "softmax" else logits.sigmoid()
     chosen, ids = values.topk(2, dim=1)
     mass = chosen.sum() if score == "softmax" else (chosen / (values.sum(-1, keepdim=True) + 1e-20)).sum()
-    ids = torch.cat([ids, torch.full((3, 2), -1)])
+    ids = torch.cat([ids, torch.tensor([[-1, -1], [-1, 0], [1, -1]])])
     values = torch.cat([values, torch.rand(3, 8)])
     assert float(routing_confidence(values, ids)) == pytest.approx(float(mass) / 40, rel=1e-6)
 

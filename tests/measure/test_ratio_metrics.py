@@ -72,19 +72,24 @@ def test_p99_is_the_nearest_rank_and_padding_counts_nowhere():
     mask[0, 200] = False
     metrics = ratio_metrics(d, mask)  # 200 tokens: rank 198 of 200, the largest two lie above
     assert float(metrics["gap_p99"]) == 0 and float(metrics["gap_max"]) == 3
+    few = ratio_metrics(d[:, :5], mask[:, :5])  # rank 4.95, which is the fifth
+    assert float(few["gap_p99"]) == float(few["gap_max"]) == 3
 
 
 def test_variances_of_an_updates_log_ratios_are_of_the_tokens_inside_the_mask():
-    metrics = update_ratio_metrics(D, torch.tensor([LN2, -2 * LN2], dtype=torch.float64), MASK)
+    empty = torch.zeros(1, 2, dtype=torch.float64)  # a sequence without a token is none
+    of_sequences = torch.tensor([LN2, -2 * LN2, 0.0], dtype=torch.float64)
+    metrics = update_ratio_metrics(torch.cat([D, empty]), of_sequences, torch.cat([MASK, empty.bool()]))
     assert float(metrics["var_token_log_ratio"]) == pytest.approx(4 * LN2**2)  # (0 + 4 + 4) ln²2 / 2
     assert float(metrics["var_sequence_log_ratio"]) == pytest.approx(4.5 * LN2**2)  # (1.5² + 1.5²) ln²2
 
 
 def test_gap_by_hand():
     # d = (ln 3, 0 | -ln 1.5): r = 3, 1, 2/3. k3 = (3 - 1 - ln 3 + 0 + 2/3 - 1 + ln 1.5) / 3; only r = 3 is beyond 2.
-    new = torch.tensor([[math.log(3), 0.0], [-math.log(1.5), 99.0]])
-    mask = torch.tensor([[True, True], [True, False]])
-    gap = gap_metrics(new, torch.zeros(2, 2), mask)
+    # The last sequence has no token, and is none.
+    new = torch.tensor([[math.log(3), 0.0], [-math.log(1.5), 99.0], [99.0, 99.0]])
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    gap = gap_metrics(new, torch.zeros(3, 2), mask)
     assert gap["k3"] == pytest.approx((2 - math.log(3) - 1 / 3 + math.log(1.5)) / 3)
     assert gap["extreme_fraction"] == pytest.approx(1 / 3)
     assert gap["gap_max"] == pytest.approx(math.log(3))

@@ -57,6 +57,21 @@ def test_only_experts_of_the_old_policy_count():
     assert shift_weight(chosen_scores(new, routes), chosen_scores(old, routes)).item() == pytest.approx(1.0)
 
 
+def test_where_there_is_no_route_nothing_has_shifted(case):
+    old, new, routes = case
+    ids = routes.ids
+    ids[1, 2] = -1  # the last sampled token
+    scores = [chosen_scores(logits, RoutedExperts(ids, routes.sites, E)) for logits in (old, new)]
+    assert all((score[1, 2] == 0).all() and (score[:, :2] < 0).all() for score in scores)
+    assert shift_weight(*scores)[1, 2] == 1 > shift_weight(*scores)[0, 0]
+
+
+def test_low_precision_logits_are_scored_in_float32(case):
+    old, _, routes = case
+    low = [logits.bfloat16() for logits in old]
+    assert torch.equal(chosen_scores(low, routes), chosen_scores([logits.float() for logits in low], routes))
+
+
 def test_probabilities_in_place_of_logits_are_seen_for_what_they_are(case):
     old, _, routes = case
     given = chosen_scores([logits.softmax(-1) for logits in old], routes)

@@ -86,6 +86,9 @@ def test_groups_sum_to_zero_and_shifts_do_not_matter(rewards, shift, factor):
 def test_refusals():
     with pytest.raises(ValueError, match="cut inside a group"):
         group_advantages(torch.zeros(5), 2)
+    for size in (0, -2):
+        with pytest.raises(ValueError, match=f"group_size: {size} does not divide the 4 rows"):
+            group_advantages(torch.zeros(4), size)
     with pytest.raises(ValueError, match=r"nan\] at rows \[1\]"):
         group_advantages(torch.tensor([0.0, float("nan")]), 2)
     with pytest.raises(ValueError, match="group_size: leaving one out"):
@@ -139,6 +142,17 @@ def test_process_supervision_of_equal_or_absent_steps_is_exactly_zero():
     ends = torch.tensor([[True, True, True], [True, False, True], [False] * 3, [False] * 3])
     got = process_advantages(torch.full((4, 3), 0.1, dtype=torch.float64), ends, 2)
     assert torch.equal(got, torch.zeros(4, 3, dtype=torch.float64))
+
+
+def test_another_scale_is_refused_and_step_ends_of_another_shape(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users have it
+    rewards = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="scale: expected 'std', 'none' or 'batch', got 'max'"):
+        group_advantages(rewards[:, 0], 2, "max")
+    with pytest.raises(ValueError, match="scale: expected 'std' or 'none', got 'batch'"):
+        process_advantages(rewards, rewards.bool(), 2, "batch")
+    with pytest.raises(ValueError, match="step_ends: expected the shape of rewards"):
+        process_advantages(rewards, rewards[:1].bool(), 2)
 
 
 def test_step_rewards_may_be_integers_as_rewards_may():

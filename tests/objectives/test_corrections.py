@@ -66,6 +66,8 @@ def test_off_policy_mask_golden():
     mask = torch.ones(2, 2, dtype=torch.bool)
     got = off_policy_sequence_mask(log_weight, double([[-1.0, 1.0], [-1.0, -1.0]]), mask, 0.5)
     torch.testing.assert_close(got, double([[0.0, 1.0], [1.0, 1.0]]))
+    on_the_bound = off_policy_sequence_mask(double([[-0.5, -0.5]]), double([[-1.0, -1.0]]), mask[:1], 0.5)
+    assert on_the_bound.tolist() == [[1.0, 1.0]], "dropped is what is beyond delta"
 
 
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0))
@@ -140,6 +142,14 @@ def test_a_correction_is_written_as_it_is_read():
     for low, high in ((0.5, 5.0), (0.9999999, 1.0000001)):
         correction = Correction("geometric_mask", low, high)
         assert Correction.parse(str(correction)) == correction
+
+
+@pytest.mark.parametrize(
+    "text", ["token_mask", "token_mask:x", "token_mask:0.5:x", "token_mask:0.1:0.5:5", "tis:2:new"]
+)
+def test_a_correction_that_cannot_be_read_is_refused(text):
+    with pytest.raises(ValueError, match=rf"'{text}': expected KIND:HIGH or KIND:LOW:HIGH"):
+        Correction.parse(text)
 
 
 def test_infinite_weights_are_bounded_or_dropped():

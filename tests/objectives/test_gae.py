@@ -90,3 +90,13 @@ def test_value_loss_golden():
     free = value_loss(values, old, returns, mask, clip=None)
     torch.testing.assert_close(free, double(0.5 * (2.25 + 0.25 + 1.0) / 3))
     torch.testing.assert_close(value_loss(values, old, returns, mask, total_tokens=6), loss / 2)
+
+
+def test_the_value_head_alone_learns_from_its_loss():
+    values, old, returns = (double([[value]], requires_grad=True) for value in (2.0, 1.0, 3.0))
+    value_loss(values, old, returns, torch.tensor([[True]])).backward()  # (1.2 - 3)^2 is the larger error
+    assert values.grad.item() == 0 and old.grad is None and returns.grad is None
+    z = double([[1.0]], requires_grad=True)
+    some = torch.tensor([[True]])
+    made = token_rewards(z[0], some, kl_coef=0.1, logps=z, ref_logps=z), *generalized_advantages(z, z, some)
+    assert not any(tensor.requires_grad for tensor in (*made, whiten(z, some)))

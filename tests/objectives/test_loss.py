@@ -265,7 +265,7 @@ def test_half_precision_route_weights_are_computed_in_float32():
     assert out.loss.item() == pytest.approx(-0.8984375, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo", "gspo", "gspo_token", "cispo", "sapo", "minirl"])
+@pytest.mark.parametrize("name", ONE_PIECE)
 def test_a_token_without_an_advantage_is_zero_however_large_its_ratio(name):
     # e^800 is inf in float64, and 0 * inf would be NaN; the other row stays what it is alone, over two rows
     old = double([[0.0], [-1.0]])

@@ -25,6 +25,11 @@ def test_metrics_golden():
     assert not (out.log_ratio.requires_grad or out.sequence_log_ratio.requires_grad)
 
 
+def test_the_mean_over_one_token_is_its_value():
+    out, _ = run("grpo", [[1.5]], [1.0])
+    assert out.metrics["gate_ratio_mean"].item() == pytest.approx(1.5)
+
+
 def test_clip_counts_by_sign():
     # A > 0: 1.5 above 1.27, 0.5 not; A < 0: 0.5 below 0.8, 1.5 not; 5 above the ceiling 3 is neither low nor high
     out, _ = run("dual_clip", [[1.5, 0.5, 1.0], [0.5, 1.5, 5.0]], [1.0, -1.0])

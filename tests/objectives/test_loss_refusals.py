@@ -74,6 +74,8 @@ def arguments_of(shape=(2, 3)):
         ("rspo", {"route_weight": torch.full((2, 3), 1.5)}, "route_weight: expected gamma of at least 0"),
         ("grpo", {"total_sequences": -1}, "total_sequences, total_tokens: expected a count of at least 0, got -1"),
         ("dapo", {"total_tokens": math.nan}, "expected a count of at least 0, got nan"),
+        ("dapo", {"total_tokens": math.inf}, "expected a count of at least 0, got inf"),
+        ("rspo", {"route_weight": torch.full((2, 3), -0.5)}, "route_weight: expected gamma of at least 0"),
     ],
 )
 def test_refusals(objective, change, message, unannotated):
@@ -156,6 +158,12 @@ def test_a_gate_that_is_not_one_is_refused(monkeypatch):
         gate(name, flow="logps")(function)
         with pytest.raises(ValueError, match=f"gate '{name}'.*{said}"):
             policy_loss(Objective(gate=name), two, two, torch.ones(1), torch.ones(1, 2))
+
+
+def test_a_gate_of_another_flow_is_refused():
+    with pytest.raises(ValueError, match="gate 'mine', flow: expected one of ratio, logps, row; got 'rows'"):
+        unwrap(gate)("mine", flow="rows")
+    assert "mine" not in GATES
 
 
 def test_a_gate_may_be_registered_again_by_its_own_cell_only(monkeypatch):

@@ -46,5 +46,9 @@ def test_historical_share():
     assert torch.equal(drawn, again) and int(drawn.max()) < 5000
     assert len(historical_sample(900, 30)) == 30
     assert len(historical_sample(900, 30, fraction=0.0)) == 0
-    with pytest.raises(ValueError, match="fraction"):
-        historical_sample(1, 1, fraction=1.0)
+    for fraction in (1.0, -0.1):
+        with pytest.raises(ValueError, match=r"fraction must be in \[0, 1\), got"):
+            historical_sample(1, 1, fraction=fraction)
+    for new, history in ((-1, 1), (1, -1)):
+        with pytest.raises(ValueError, match=f"must not be negative, got new={new}, history={history}"):
+            historical_sample(new, history)

@@ -173,6 +173,8 @@ def _outcome(config: RunConfig, root: Path, draw: bool) -> str:
     if said := _said(lambda: draw_study(root / "case") if draw else load(root / "case"), root / "read.log"):
         return f"read: {said}"
     _said(lambda: run_one(config, halved, listener=_stop), root / "stopped.log")
+    if (halved / "DONE").exists() or not (halved / "metrics.jsonl").exists():
+        return f"was not stopped in the middle: {root / 'stopped.log'}"
     if said := _said(lambda: run_one(config, halved), root / "resumed.log"):
         return f"resumed: {said}"
     one, other = content(whole), content(halved)

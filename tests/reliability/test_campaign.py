@@ -29,6 +29,7 @@ def test_runs_stopped_at_a_file_operation_end_as_their_twin(tmp_path):
 def test_runs_that_met_a_fault_end_as_their_twin(tmp_path, fault):
     found = faulted_runs(fault, 1, tmp_path)
     assert found.cases == 1 and found.wrong == []
+    assert found.met == 1 or "process" in fault, "the others depend on how fast the machine is"
 
 
 @pytest.mark.parametrize("kind", KINDS)

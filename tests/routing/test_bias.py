@@ -126,6 +126,6 @@ def test_what_cannot_have_a_bias_is_refused():
         pass
     with biased_routes(model, bias.nan_to_num(-torch.inf)):  # leaves an expert out
         assert not (routes_of(model, tokens()).ids[:, :, 1] == 2).any()
-    grouped = moe("DeepseekV3ForCausalLM")
-    with pytest.raises(UnsupportedModelError, match="e_score_correction_bias"), biased_routes(grouped):
-        pass
+    for family in ("DeepseekV3ForCausalLM", "DeepseekV4ForCausalLM", "PhimoeForCausalLM"):  # groups, a table, max calls
+        with pytest.raises(UnsupportedModelError, match="e_score_correction_bias"), biased_routes(moe(family)):
+            pass

@@ -211,10 +211,21 @@ def test_a_reordered_cache_is_noticed() -> None:
     with torch.no_grad(), record_routes(model) as recording:
         cache = model(inputs[:, :4]).past_key_values
         cache.reorder_cache(torch.tensor([1, 0]))
-        model(inputs[:, 4:], past_key_values=cache)
+        model(inputs[:, 4:5], past_key_values=cache)
+        model(inputs[:, 5:], past_key_values=cache)  # which finds it as it was left
     with pytest.raises(RoutingError, match="reordered"):
         _ = recording.routes
-    assert len(recording.steps) == 2
+    assert len(recording.steps) == 3
+
+
+def test_calls_on_two_caches_in_turn_are_two_forwards() -> None:
+    model, inputs = moe(), tokens(2, 6)
+    with torch.no_grad(), record_routes(model) as recording:
+        caches = [model(row[None, :4]).past_key_values for row in inputs]
+        for row, cache in zip(inputs, caches, strict=True):
+            model(row[None, 4:], past_key_values=cache)
+    assert [call.shape[1] for call in recording.calls] == [6, 6]
+    assert recording.routes.equal(routes_of(model, inputs))
 
 
 def test_static_cache_by_hand() -> None:
@@ -279,6 +290,9 @@ def test_a_forgotten_attention_mask_is_said() -> None:
         model(ids, attention_mask=mask)
     with replay_routes(model, right.routes):
         model(ids)
+    with replay_routes(model, right.routes):
+        cache = model(ids[:, :4], use_cache=True).past_key_values
+        model(ids[:, 4:], past_key_values=cache)
 
 
 def test_padding_that_generation_hid_must_be_hidden_when_it_is_scored(tmp_path: Path) -> None:
@@ -292,6 +306,9 @@ def test_padding_that_generation_hid_must_be_hidden_when_it_is_scored(tmp_path: 
         model(out, attention_mask=whole)
     with pytest.raises(RoutingError, match="hides 2 tokens"), replay_routes(model, recording.routes):
         model(out)
-    recording.routes.save(tmp_path / "routes.safetensors")  # a file has the tokens, not what was hidden
+    recording.routes.save(tmp_path / "routes.safetensors")
     loaded = RoutedExperts.load(tmp_path / "routes.safetensors")
     assert loaded.equal(recording.routes) and loaded.token_hash == recording.routes.token_hash
+    assert torch.equal(loaded.attended, whole[:, :-1].bool())
+    with pytest.raises(RoutingError, match="hides 2 tokens"), replay_routes(model, loaded):
+        model(out)

@@ -277,6 +277,9 @@ def test_counts_of_different_pairs_do_not_add():
     ids = torch.zeros(2, 3, 1, 1, dtype=torch.long)
     with pytest.raises(RoutingError, match=r"do not add: policies .* engines"):
         change_counts(ids, ids) + change_counts(ids, ids, pair="engines")
+    of_a, of_b = (change_counts(named(ids, [site]), named(ids, [site])) for site in "ab")
+    with pytest.raises(RoutingError, match=r"do not add: policies \('a',\) .* policies \('b',\)"):
+        of_a + of_b
 
 
 def test_counts_come_from_any_integer_dtype_and_any_leading_axes():

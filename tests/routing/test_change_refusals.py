@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_rl.routing import RoutedExperts, RoutingError, change_counts
+from moe_rl.routing import RoutedExperts, RoutingError, active_set_churn, change_counts
 
 
 def test_routes_recorded_through_a_model_around_it_are_compared_under_one_name() -> None:
@@ -13,6 +13,13 @@ def test_routes_recorded_through_a_model_around_it_are_compared_under_one_name()
     for old, new in ((own, around), (around, own)):
         counts = change_counts(old, new)
         assert (counts.slots_changed, counts.slots_total, counts.sites) == (0, 4, old.sites)
+    around = [f"pretrained_model.layers.{i}.gate" for i in range(3)]
+    told = (RoutedExperts(ids, names, 4, tokens=[[token]]) for names, token in ((own.sites, 5), (around[:2], 6)))
+    with pytest.raises(RoutingError, match="position 0 is token 5 in the old and 6 in the new"):
+        active_set_churn(*told)
+    three = RoutedExperts(torch.cat([ids, ids[:, :, :1]], 2), around, 4)
+    with pytest.raises(RoutingError, match=r"layers\.0\.gate is only in the old routes \(one of 5\)"):
+        change_counts(own, three)
     with pytest.raises(RoutingError, match=r"a\.layers\.0\.gate is only in the new routes"):
         change_counts(own, RoutedExperts(ids, ["a.layers.0.gate", "a.layers.2.gate"], 4))
 

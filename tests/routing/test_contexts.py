@@ -295,6 +295,28 @@ def test_a_context_inside_a_replay_does_not_forget_what_was_not_read_yet(monkeyp
                 pass
 
 
+@pytest.mark.parametrize("fault", ["ids are overwritten", "experts are called twice"])
+def test_what_a_block_does_between_its_router_and_its_experts_is_noticed(fault: str) -> None:
+    model, inputs = moe(), tokens()
+    routes = routes_of(disturbed(model, 0.2), inputs)
+    block = model.model.layers[1].mlp
+
+    def forward(hidden):
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        _, gates, ids = block.gate(flat)
+        if fault == "ids are overwritten":
+            ids.add_(1).remainder_(8)  # in place: it is the very tensor that the router was given
+        else:
+            block.experts(flat, ids, gates)
+        return block.experts(flat, ids, gates).reshape(hidden.shape)
+
+    said = {"ids are overwritten": "got others than were forced", "experts are called twice": "called twice in one"}
+    with pytest.raises(RoutingError, match=rf"layers\.1\.mlp\.gate.*{said[fault]}"), torch.no_grad():  # noqa: SIM117
+        with replay_routes(model, routes):
+            block.forward = forward
+            model(inputs)
+
+
 @torch.no_grad()
 def test_a_rotary_embedding_that_has_grown_stays_so_when_the_model_is_checked() -> None:
     config = tiny_config("qwen3_moe")

@@ -34,6 +34,15 @@ def test_the_unrouted_last_token_is_credited_to_nobody():
     # Zero-filled, it would raise the load of expert 0 from 0 to 1.
     ids = torch.tensor([[[[1, 2]], [[2, 3]], [[-1, -1]]]])
     assert expert_load(ids, num_experts=4).tolist() == [[0, 1, 2, 1]]
+    ids[0, 2, 0, 1] = 3  # a row with one -1 has no route either
+    assert expert_load(ids, num_experts=4).tolist() == [[0, 1, 2, 1]]
+
+
+def test_sets_are_counted_over_rows_with_a_route():
+    ids = torch.tensor([[[[0, 1]], [[1, 0]], [[-1, -1]], [[2, 3]]]])
+    mask = torch.tensor([[True, True, True, False]])
+    assert effective_sets(ids, mask, num_experts=4).tolist() == pytest.approx([1.0])
+    assert effective_sets(ids, ~mask & mask, num_experts=4).isnan().all()
 
 
 def test_balance_by_hand():
@@ -67,6 +76,8 @@ def test_churn_of_routes_matches_sites_by_name():
     ids = torch.tensor([[[[0, 1], [2, 3]]]])
     old, new = RoutedExperts(ids, ["a", "b"], 4), RoutedExperts(ids.flip(2), ["b", "a"], 4)
     assert active_set_churn(old, new).tolist() == [[0.0, 0.0]]
+    of_eight = RoutedExperts(torch.tensor([[[[0, 1], [2, 7]]]]), ["a", "b"], 8)
+    assert active_set_churn(ids, of_eight, num_experts=4).tolist() == [[0.0, 0.5]], "the wider of the two"
 
 
 def test_counts_do_not_depend_on_how_many_tokens_are_taken_at_a_time(monkeypatch):

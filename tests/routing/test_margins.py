@@ -18,7 +18,15 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from moe_rl.routing import RoutingError, noisy_routes, record_margins, record_routes, site_change
+from moe_rl.routing import (
+    RoutingError,
+    find_sites,
+    noisy_routes,
+    record_margins,
+    record_router_logits,
+    record_routes,
+    site_change,
+)
 
 COMMON = {
     "vocab_size": 19,
@@ -118,6 +126,25 @@ def test_of_routers_that_first_choose_groups_a_warning_says_what_their_margin_is
         model(torch.zeros(1, 2, dtype=torch.long))
     told = [w for w in said if "layers.1.mlp.gate (one of 2) first chooses groups of experts" in str(w.message)]
     assert len(told) == len(said) == (open_groups < groups)
+
+
+@torch.no_grad()
+def test_the_margin_of_a_router_that_chooses_groups_is_that_within_the_open_one():
+    """DeepSeek-V3: of two groups of four that with the larger sum of its best two, and two of its experts."""
+    model, ids = tiny_model("DeepseekV3ForCausalLM"), torch.arange(3, 17).view(2, 7)
+    routers = [site.module for site in find_sites(model)]
+    for i, router in enumerate(routers):
+        router.e_score_correction_bias.copy_(0.2 * torch.randn(8, generator=torch.Generator().manual_seed(i)))
+    with record_router_logits(model) as reading:
+        model(ids)
+    with pytest.warns(UserWarning, match="first chooses groups of experts"), record_margins(model) as margins:
+        model(ids)
+    for site, router in enumerate(routers):
+        scores = reading.logits[:, :, site].sigmoid() + router.e_score_correction_bias
+        groups = scores.unflatten(-1, (2, 4))
+        first = groups.topk(2).values.sum(-1).argmax(-1)
+        best = groups.gather(2, first[..., None, None].expand(-1, -1, 1, 4))[:, :, 0].sort(-1, descending=True).values
+        torch.testing.assert_close(margins.values[:, :, site], best[..., 1] - best[..., 2].clamp(min=0))
 
 
 @torch.no_grad()

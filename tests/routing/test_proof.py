@@ -183,6 +183,13 @@ def test_counts_of_nested_replays_are_of_rows_that_were_really_theirs() -> None:
         model(inputs)
     alike = int((outer.ids[:, :, 1] == inner.ids[:, :, 1]).all(-1).sum())
     assert (one.replayed_rows, two.replayed_rows) == (2 * 7 * 2 + alike, 2 * 7)
+    ids = outer.ids
+    ids[:, ::2] = -1  # what is not forced is not replayed, though it is what it is
+    partly = RoutedExperts(ids, outer.sites, 8)
+    with torch.no_grad(), replay_routes(model, partly) as one, replay_routes(model, inner, sites=[1]) as two:
+        model(inputs)
+    alike = int((ids[:, :, 1] == inner.ids[:, :, 1]).all(-1).sum())
+    assert (one.replayed_rows, two.replayed_rows) == (2 * 3 * 2 + alike, 2 * 7)
 
 
 @pytest.mark.parametrize("kind", ["call", "context"])

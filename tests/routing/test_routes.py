@@ -62,7 +62,7 @@ def test_sites_may_have_different_numbers_of_experts():
     routes = RoutedExperts(torch.tensor([[[[3], [299]]]]), ["small", "large"], [4, 300])
     assert routes.num_experts == (4, 300)
     assert routes.packed.dtype == torch.uint16
-    assert routes.select("small").num_experts == 4
+    assert routes.select("small").num_experts == 4 and routes.select("large").num_experts == 300
     with pytest.raises(RoutingError, match=r"site small.*names expert 4, expected 0\.\.3"):
         RoutedExperts(torch.tensor([[[[4], [299]]]]), ["small", "large"], [4, 300])
 
@@ -101,6 +101,12 @@ def test_meta_is_a_copy():
     routes = example()
     routes.meta["model"] = "another"
     assert routes.meta == {"model": "tiny"}
+    given = {"model": "tiny"}
+    routes = RoutedExperts(example().ids, SITES, 8, meta=given)
+    given["model"] = "another"
+    assert routes.meta == {"model": "tiny"}
+    with pytest.raises(AttributeError, match="sites: routes do not change"):
+        routes.sites = ("other",)
 
 
 def test_to_moves_ids_and_tokens():
@@ -200,6 +206,7 @@ def test_a_frame_of_some_tokens():
     [
         (torch.rand(1, 1, 2, 2), r"integer expert ids .*, got torch\.float32"),
         (torch.ones(1, 1, 2, 2, dtype=torch.bool), r"integer expert ids .*, got torch\.bool"),
+        (torch.ones(1, 1, 2, 1, dtype=torch.complex64), r"integer expert ids .*, got torch\.complex64"),
         (torch.zeros(1, 2, 2, dtype=torch.long), r"\[B,T,L,K\].*got \[1, 2, 2\]"),
         (torch.zeros(1, 1, 3, 1, dtype=torch.long), "3 sites on axis 2, named: 2"),
         (torch.zeros(1, 1, 2, 0, dtype=torch.long), "no slots"),
@@ -238,7 +245,7 @@ def test_wrong_sites_and_expert_numbers(sites, num_experts, message):
         RoutedExperts(torch.zeros(1, 1, 2, 1, dtype=torch.long), sites, num_experts)
 
 
-@pytest.mark.parametrize("tokens", [torch.zeros(3, 5, dtype=torch.long), torch.zeros(3, 4)])
+@pytest.mark.parametrize("tokens", [torch.zeros(3, 5, dtype=torch.long), torch.zeros(3, 4), torch.ones(3, 4).bool()])
 def test_wrong_tokens(tokens):
     with pytest.raises(RoutingError, match=r"tokens must be integers \[B,T\] = \[3, 4\]"):
         RoutedExperts(example().ids, SITES, 8, tokens=tokens)

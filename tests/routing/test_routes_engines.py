@@ -86,6 +86,9 @@ def test_engine_results_that_cannot_be_right():
         RoutedExperts.from_vllm(arrays, ["a.gate", "b.gate"], 8)
     with pytest.raises(RoutingError, match="sequence 1: 1 rows of routes for 3 tokens"):
         RoutedExperts.from_vllm(arrays, SITES, 8, mask=torch.tensor([[1, 1, 1], [1, 1, 1]]))
+    for layers in ([-3, -2], [1, 4], [2, 2], [1]):
+        with pytest.raises(RoutingError, match=r"do not name one of 0\.\.3 for each of 2 sites"):
+            RoutedExperts.from_vllm(arrays, SITES, 8, layers=layers)
     with pytest.raises(RoutingError, match="one array"):
         RoutedExperts.from_vllm([arrays[0][:, 0]], SITES, 8)
     with pytest.raises(RoutingError, match="integer ids"):

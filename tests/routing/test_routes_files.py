@@ -9,6 +9,7 @@ import torch
 from routing_helpers import SITES, example, random_ids
 
 from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.formats import write_routes
 from moe_rl.routing.routes import RoutedExperts
 
 
@@ -24,6 +25,7 @@ def test_a_file_gives_back_everything(tmp_path, num_experts, with_tokens):
     again = RoutedExperts.load(path)
     assert again.equal(routes)
     assert again.token_hash == routes.token_hash
+    assert RoutedExperts.load(path, "meta").device.type == "meta"
     assert (again.tokens is None) == (not with_tokens)
     assert again.meta["model"] == "tiny"
     assert again.meta["step"] == 3
@@ -107,6 +109,24 @@ def test_each_kind_of_wrong_file_has_its_own_message(tmp_path):
         RoutedExperts.load(path)
     with pytest.raises(FileNotFoundError):
         RoutedExperts.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("packed", "said"),
+    [
+        (torch.tensor([[[[255, 3]]]], dtype=torch.uint8), "live in some slots only"),
+        (torch.zeros(1, 1, 1, 0, dtype=torch.uint8), r"packed ids are torch.uint8 \[1, 1, 1, 0\]"),
+        (torch.zeros(1, 1, 2, 1, dtype=torch.uint8), r"\[1, 1, 2, 1\], expected torch.uint8 \[B,T,1,K\]"),
+        (torch.zeros(1, 1, 1, 1, dtype=torch.int16), "packed ids are torch.int16"),
+        (torch.tensor([[[[0]]]] * 5 + [[[[9]]]], dtype=torch.uint8), "sequence 5, token 0, slot 0 names expert 9"),
+    ],
+)
+def test_packed_ids_that_no_save_writes_are_refused(tmp_path, monkeypatch, packed, said):
+    monkeypatch.setattr("moe_rl.routing.packing._IDS", 2)  # more than are checked at a time
+    header = {"sites": ["gate"], "num_experts": [8], "num_experts_per_tok": packed.shape[3], "token_hash": None}
+    write_routes(tmp_path / "routes.safetensors", {"ids": packed}, {**header, "meta": {}})
+    with pytest.raises(RoutingError, match=f"do not fit each other: .*{said}"):
+        RoutedExperts.load(tmp_path / "routes.safetensors")
 
 
 def test_no_flipped_bit_passes_for_other_routes(tmp_path):

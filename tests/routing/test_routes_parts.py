@@ -36,13 +36,14 @@ from moe_rl.routing.routes import RoutedExperts
 )
 def test_rows_takes_what_indexing_takes(index, expected):
     routes = example()
+    assert routes.has_live, "known, but not of its parts"
     part = routes.rows(index)
     assert torch.equal(part.ids, routes.ids[expected])
     assert torch.equal(part.tokens, routes.tokens[expected])
     assert part.has_live == (2 in expected)
 
 
-@pytest.mark.parametrize("index", [3, [0, 7], torch.tensor([True, False])])
+@pytest.mark.parametrize("index", [3, [0, 7], [0.0, 1.0], torch.tensor([True, False])])
 def test_rows_that_are_not_there_are_refused(index):
     with pytest.raises(RoutingError, match="B = 3"):
         example().rows(index)
@@ -58,6 +59,32 @@ def test_select_reorders_sites():
     part = routes.select([1, 0])
     assert part.sites == (SITES[1], SITES[0])
     assert torch.equal(part.ids, routes.ids[:, :, [1, 0]])
+    assert torch.equal(part.tokens, routes.tokens)
+
+
+def test_a_part_without_the_live_rows_has_none():
+    ids = random_ids(1, 3, 2, 2, 8)
+    ids[0, 2, 1] = -1
+    routes = RoutedExperts(ids, SITES, 8, tokens=torch.tensor([[5, 6, 7]]))
+    assert routes.has_live
+    assert [routes.select(site).has_live for site in (0, 1)] == [False, True]
+    for part, live in ((slice(2), False), (slice(1, 3), True)):
+        columns = routes.columns(part)
+        assert columns.has_live is live and torch.equal(columns.ids, ids[:, part])
+        assert columns.tokens.tolist() == [[5, 6, 7][part]]
+    halves = [routes.columns(slice(2)), routes.columns(slice(1, 3))]
+    for known in (False, True):
+        assert not known or [half.has_live for half in halves] == [False, True]
+        assert RoutedExperts.cat(halves).has_live and RoutedExperts.cat(halves[::-1]).has_live
+    assert not RoutedExperts.cat(halves[:1] * 2).has_live
+
+
+@pytest.mark.parametrize("num_experts", [8, 300])
+def test_tokens_are_taken_from_anywhere_and_none_has_no_route(num_experts):
+    routes = RoutedExperts(random_ids(2, 2, 1, 2, num_experts), ["gate"], num_experts, tokens=[[5, 6], [7, 8]])
+    taken = routes.take(torch.tensor([[3, -1, 0]]))
+    assert taken.tokens.tolist() == [[8, -1, 5]]
+    assert torch.equal(taken.ids[0, [0, 2]], routes.ids[[1, 0], [1, 0]]) and taken.live[0, :, 0].tolist() == [0, 1, 0]
 
 
 def test_cat_undoes_rows():
@@ -69,10 +96,12 @@ def test_cat_keeps_what_parts_agree_on():
     a = example()
     b = RoutedExperts(a.ids, SITES, 8, meta={"model": "tiny", "seed": 1})
     both = RoutedExperts.cat([a, b])
-    assert both.meta == {"model": "tiny"}
+    assert both.meta == RoutedExperts.cat([b, a]).meta == {"model": "tiny"}
     assert torch.equal(both.tokens, torch.cat([a.tokens, torch.full((3, 4), -1, dtype=torch.int32)]))
     hashed = RoutedExperts(torch.zeros(3, 4, 2, 2, dtype=torch.int64), SITES, 8, meta={"hash_routed": list(SITES)})
     assert RoutedExperts.cat([a, hashed]).meta == {"hash_routed": list(SITES)}  # else `load` would refuse its rows
+    of_one = RoutedExperts(a.ids, SITES, 8, meta={"hash_routed": [SITES[1]]})
+    assert RoutedExperts.cat([a, of_one]).meta == {"hash_routed": [SITES[1]]}
     with pytest.raises(RoutingError, match="T = 1, part 0 has 4"):
         RoutedExperts.cat([a, RoutedExperts(a.ids[:, :1], SITES, 8)])
     with pytest.raises(RoutingError, match="part 1 has other sites"):

@@ -40,6 +40,9 @@ def test_hash_routed_layers_are_fixed_recorded_and_not_replayed() -> None:
     with replay_routes(model, routes) as replay:
         model(inputs)
     assert (replay.replayed_rows, replay.live_rows) == (2 * 7 * 2, 0)
+    with replay_routes(model, routes.select([1, 2])) as replay:  # as engines that capture no table give them
+        model(inputs)
+    assert replay.replayed_fraction == 1
 
 
 # -- routers of families to come -------------------------------------------------------------------------------------

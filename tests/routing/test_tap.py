@@ -8,12 +8,14 @@ import pytest
 import torch
 from routing_helpers import disturbed, grads, moe, routes_of, sets, tokens
 from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from moe_rl.routing import (
     RoutedExperts,
     RoutingError,
     find_sites,
     noisy_routes,
+    record_margins,
     record_routes,
     replay_routes,
 )
@@ -50,9 +52,9 @@ def test_only_these_tokens() -> None:
     assert torch.equal(used(model, inputs, old, tokens=torch.zeros_like(mask))[0], live.ids)
 
 
-@pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
-def test_only_the_first_slots(family: str) -> None:
-    model, inputs = moe(family), tokens()
+@pytest.mark.parametrize("name", ["Qwen3Moe", "DeepseekV2", "DeepseekV3", "GraniteMoe"])  # the last ranks logits
+def test_only_the_first_slots(name: str) -> None:
+    model, inputs = moe(f"{name}ForCausalLM"), tokens()
     model.eval()
     old = routes_of(disturbed(model), inputs)
     with torch.no_grad(), replay_routes(model, old, slots=1) as replay, record_routes(model) as recording:
@@ -60,7 +62,7 @@ def test_only_the_first_slots(family: str) -> None:
     ids = recording.routes.ids
     assert torch.equal(ids[..., 0], old.ids[..., 0])
     assert replay.replayed_fraction == 1
-    if family == "Qwen3MoeForCausalLM":  # softmax keeps the order of the logits: the other slot is the best of the rest
+    if name == "Qwen3Moe":  # softmax keeps the order of the logits: the other slot is the best of the rest
         logits = torch.stack([x.reshape(2, 7, -1) for x in output.router_logits], dim=2)
         rest = logits.scatter(-1, ids[..., :1], float("-inf"))
         assert torch.equal(ids[..., 1], rest.argmax(-1))
@@ -77,7 +79,15 @@ def test_slots_that_are_not_forced_are_the_outer_replays_or_the_noises() -> None
     first, ids = inner.ids[..., 0], recording.routes.ids
     other = torch.where(outer.ids[..., 0] == first, outer.ids[..., 1], outer.ids[..., 0])
     assert torch.equal(ids, torch.stack([first, other], dim=-1))
-    clean, _ = used(model, inputs, inner, slots=1)
+    live = outer.ids
+    live[:, ::2] = -1  # there the rest of the inner replay is chosen by the router
+    partly = RoutedExperts(live, outer.sites, 8)
+    inside = replay_routes(model, inner, slots=1)
+    with torch.no_grad(), replay_routes(model, partly), inside, record_routes(model) as recording:
+        model(inputs)
+    mixed, (clean, _) = recording.routes.ids, used(model, inputs, inner, slots=1)
+    assert torch.equal(mixed[..., 0], first) and bool((mixed[..., 0] != mixed[..., 1]).all())
+    assert torch.equal(mixed[:, 1::2], ids[:, 1::2]) and torch.equal(mixed[:, 0, 0], clean[:, 0, 0])
     assert not torch.equal(clean, ids)
     inside = replay_routes(model, inner, slots=1)
     with torch.no_grad(), noisy_routes(model, 50.0), inside, record_routes(model) as recording:
@@ -144,6 +154,8 @@ def test_the_last_sampled_token_may_be_missing_if_the_others_prove_it() -> None:
     unknown = RoutedExperts(routes.ids, routes.sites, routes.num_experts)
     with replay_routes(model, unknown), pytest.raises(RoutingError, match="do not fit"):
         model(inputs)
+    with replay_routes(model, routes), pytest.raises(RoutingError, match="do not fit"):
+        model(inputs_embeds=model.get_input_embeddings()(inputs))
 
 
 @pytest.mark.parametrize("cached", [1, 2, 6])
@@ -188,7 +200,17 @@ def test_other_tokens_are_an_error_that_names_the_row() -> None:
     with replay_routes(model, routes, check_tokens=False) as replay:
         model(changed)
     assert replay.replayed_fraction == 1
+    unknown = RoutedExperts(routes.ids, routes.sites, 8)
+    with replay_routes(model, RoutedExperts.cat([routes.rows(0), unknown.rows(1)])) as replay:
+        model(changed)  # nothing is known of the tokens of the second sequence
+    assert replay.replayed_fraction == 1
     live = routes.ids
+    live[1, 4, 0] = -1  # forced at the other sites
+    with (
+        replay_routes(model, RoutedExperts(live, routes.sites, 8, tokens=routes.tokens)),
+        pytest.raises(RoutingError, match="sequence 1, token 4"),
+    ):
+        model(changed)
     live[1, 4] = -1  # tokens of rows that force nothing do not matter
     with replay_routes(model, RoutedExperts(live, routes.sites, 8, tokens=routes.tokens)):
         model(changed)
@@ -201,8 +223,10 @@ def test_routes_of_another_model_are_an_error() -> None:
     for wrong, text in [
         (RoutedExperts(ids[:, :, :2], sites[:2], 8), "none for model.layers.2.mlp.gate"),
         (RoutedExperts(ids, [*sites[:2], "model.layers.7.mlp.gate"], 8), "layers.7.mlp.gate, which it does not have"),
+        (RoutedExperts(ids[:, :, [0, 1, 2, 0]], [*sites, "model.layers.7.mlp.gate"], 8), "hold 4, and model.layers.7"),
         (RoutedExperts(ids, sites, 16), "2 of 8 experts; the routes hold 2 of 16"),
         (RoutedExperts(ids[..., :1], sites, 8), "2 of 8 experts; the routes hold 1 of 8"),
+        (RoutedExperts(ids, sites, (8, 8, 16)), r"layers\.2\.mlp\.gate .* the routes hold 2 of 16"),
     ]:
         with pytest.raises(RoutingError, match=text), replay_routes(model, wrong):
             pass
@@ -261,7 +285,7 @@ def test_live_rows_stay_live_exactly() -> None:
     ids[:, 2::2] = -1
     with torch.no_grad():
         plain = model(inputs).logits
-        with replay_routes(model, RoutedExperts(ids, routes.sites, 8)) as replay:
+        with replay_routes(model, RoutedExperts(ids, routes.sites, 8), once=True) as replay:
             assert torch.equal(model(inputs).logits, plain)
     assert (replay.replayed_rows, replay.live_rows) == (2 * 4 * 2, 2 * 3 * 2)  # of 7 tokens 0, 1, 3, 5 are forced
 
@@ -340,6 +364,34 @@ def test_noise_on_odd_routers_and_replay_inside_it_wins(family: str) -> None:
         model(inputs)
     assert torch.equal(part.routes.ids[:, :, 0], plain.ids[:, :, 0])
     assert not torch.equal(sets(part.routes.ids), sets(plain.ids))
+
+
+class ScalesItsInput(Qwen3MoeTopKRouter):
+    def forward(self, hidden: Tensor) -> Any:
+        return super().forward(hidden.mul_(0.5))
+
+
+@torch.no_grad()
+def test_a_router_that_scales_its_input_in_place_scales_it_once() -> None:
+    model, inputs = moe(), tokens()
+    for layer in model.model.layers:
+        layer.mlp.gate.__class__ = ScalesItsInput
+    plain = model(inputs).logits
+    with noisy_routes(model, 0.0):
+        assert torch.equal(model(inputs).logits, plain)
+
+
+@torch.no_grad()
+def test_where_a_table_routes_there_is_neither_noise_nor_a_margin() -> None:
+    model, inputs = moe("DeepseekV4ForCausalLM"), tokens()
+    plain = routes_of(model, inputs)
+    with noisy_routes(model, 2.0, torch.Generator().manual_seed(0)), record_routes(model) as noisy:
+        model(inputs)
+    same = [torch.equal(sets(noisy.routes.site_ids(i)), sets(plain.site_ids(i))) for i in range(3)]
+    assert same == [True, False, False]
+    with record_margins(model) as margins:
+        model(inputs)
+    assert margins.values[..., 0].isnan().all() and margins.values[..., 1:].isfinite().all()
 
 
 def test_negative_noise_is_an_error() -> None:
