@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_rl.checks import changed_since, unreadable_weights
@@ -262,7 +263,7 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
                 f"{sorted(map(str, report[problem]))[:3]}. A damaged or partial checkpoint?"
             )
     kept = model.state_dict() if weights else {}  # buffers, too: a router's balancing bias is one
-    bad = [name for name, tensor in kept.items() if not bool(torch.isfinite(tensor).all())]
+    bad = [name for name, value in kept.items() if isinstance(value, Tensor) and not all_finite(value)]
     if bad:
         raise ModelError(
             f"model.path: {path}: {len(bad)} tensors hold values that are not finite, first {bad[0]}. A run that "
@@ -275,6 +276,13 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
             stacklevel=2,
         )
     return model
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no value is infinite or NaN."""
+    if values.is_floating_point() and values.itemsize == 1:  # torch cannot ask every 8-bit format
+        values = values.bfloat16()
+    return bool(torch.isfinite(values).all())
 
 
 def has_tokenizer(folder: Path) -> bool:

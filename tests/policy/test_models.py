@@ -12,7 +12,7 @@ from policy_helpers import CONFIG, SMALL, TASK, TOKENIZER, equal, truncate
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from moe_rl.measure.randomness import random_parts
-from moe_rl.policy.models import ModelConfig, load_policy
+from moe_rl.policy.models import ModelConfig, all_finite, load_policy
 from moe_rl.policy.tiny import ModelError, build_tiny
 
 
@@ -119,6 +119,11 @@ def test_weights_and_balancing_biases_that_are_not_finite_are_refused(tmp_path, 
     TOKENIZER.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"1 tensors hold values that are not finite, first {place}"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_weights_of_few_bits_are_looked_at_too(dtype):
+    assert all_finite(torch.ones(2).to(dtype)) and not all_finite(torch.tensor([1, float("nan")]).to(dtype))
 
 
 def test_a_missing_tokenizer(copied):
