@@ -76,7 +76,8 @@ class FromOthers:
         Raises RoutingError: a key is missing, or as in `from_padded`.
         """
         content = getattr(batch, "batch", batch)
-        held = {key: content[key] for key in ("routed_experts", "attention_mask", "input_ids") if key in content.keys()}  # noqa: SIM118 (a TensorDict iterates over rows)
+        keys = [key for key in ("routed_experts", "attention_mask", "input_ids") if key in content.keys()]  # noqa: SIM118 (a TensorDict iterates over rows)
+        held = {key: _tensor(content[key], key) for key in keys}
         if "routed_experts" not in held:
             raise RoutingError(
                 f"no routed_experts in the batch, but {', '.join(map(str, content.keys()))}: is "
@@ -90,6 +91,8 @@ class FromOthers:
         elif mask is None:
             raise RoutingError("no attention_mask in the batch: zeros of the padding cannot be told from expert 0")
         elif tokens is not None:
+            if tokens.shape != mask.shape:
+                raise RoutingError(f"input_ids {list(tokens.shape)} and attention_mask {list(mask.shape)} differ")
             tokens = tokens.masked_fill(~as_mask(mask, "attention_mask"), -1)
         routes: Any = cls.from_padded(
             experts, mask, config_or_sites, num_experts, layers=layers, tokens=tokens, meta=meta
@@ -111,13 +114,15 @@ class FromOthers:
 
         Sequences are aligned left; `tokens` travel along.
 
-        Raises RoutingError: a sample lacks either, or another number of rows than tokens allow; a file that holds more
-        than values and tensors (it is a pickle, and read as data only).
+        Raises RoutingError: a sample lacks either, or another number of rows than tokens allow; no sample has
+        tokens; a file that holds more than values and tensors (it is a pickle, and read as data only).
         """
         given = read_slime(samples) if isinstance(samples, str | os.PathLike) else samples
         found = slime_samples(given)
-        tokens = [torch.as_tensor(words, device="cpu").reshape(-1).long() for _, words, _ in found]
-        arrays = [torch.as_tensor(ids, device="cpu").numpy() for *_, ids in found]
+        tokens = [_tensor(x, f"tokens of sample {i}").cpu().reshape(-1).long() for i, (_, x, _) in enumerate(found)]
+        if not any(map(len, tokens)):
+            raise RoutingError(f"none of {len(tokens)} samples has a token")
+        arrays = [_tensor(ids, f"routes of sample {i}").cpu().numpy() for i, (*_, ids) in enumerate(found)]
         padded = pad_left_aligned(tokens, -1)
         return cls.from_vllm(
             arrays, config_or_sites, num_experts, layers=layers, mask=padded >= 0, tokens=padded, meta=meta
@@ -241,6 +246,14 @@ class FromOthers:
         """
         arrays = [decode_sglang(payload, num_layers, num_experts_per_tok) for payload in payloads]
         return cls.from_vllm(arrays, sites, num_experts, layers=layers, mask=mask, tokens=tokens, meta=meta)
+
+
+def _tensor(values: Any, name: str) -> Tensor:
+    """Arrays and lists as tensors. Raises RoutingError for what is no array of numbers."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RoutingError(f"{name}: expected a tensor or an array of numbers, got {type(values).__name__}") from error
 
 
 def _left_aligned(

@@ -137,6 +137,12 @@ def test_a_batch_of_verl():
         RoutedExperts.from_verl({k: v for k, v in batch.items() if k != "routed_experts"}, SITES, 8)
     with pytest.raises(RoutingError, match="no attention_mask"):
         RoutedExperts.from_verl({"routed_experts": ids}, SITES, 8)
+    arrays = {key: value.numpy() for key, value in batch.items()}
+    assert RoutedExperts.from_verl(arrays, SITES, 8).equal(routes)
+    with pytest.raises(RoutingError, match=r"input_ids \[2, 4\] and attention_mask \[2, 5\] differ"):
+        RoutedExperts.from_verl({**batch, "input_ids": input_ids[:, :4]}, SITES, 8)
+    with pytest.raises(RoutingError, match="routed_experts: expected a tensor or an array of numbers, got str"):
+        RoutedExperts.from_verl({**batch, "routed_experts": "ids"}, SITES, 8)
 
 
 def slime_samples():
@@ -160,6 +166,12 @@ def test_samples_of_slime_and_their_dump(tmp_path):
         RoutedExperts.from_slime([slime_samples()[0], {"tokens": [1]}], SITES, 8)
     with pytest.raises(RoutingError, match="sequence 0: 2 rows of routes for 5 tokens"):
         RoutedExperts.from_slime([{**flat[0], "tokens": [1, 2, 3, 4, 5]}], SITES, 8)
+    none = {"tokens": [], "rollout_routed_experts": flat[0]["rollout_routed_experts"][:0]}
+    assert RoutedExperts.from_slime([none, *slime_samples()], SITES, 8).rows(torch.tensor([1, 2])).equal(routes)
+    with pytest.raises(RoutingError, match="none of 1 samples has a token"):
+        RoutedExperts.from_slime([none], SITES, 8)
+    with pytest.raises(RoutingError, match="tokens of sample 0: expected a tensor or an array of numbers, got list"):
+        RoutedExperts.from_slime([{**flat[0], "tokens": ["a", "b", "c"]}], SITES, 8)
 
 
 def megatron(path, steps=2, layers=(1, 2), micro=2, T=3, B=2, K=2):
