@@ -116,9 +116,10 @@ def forward_step(original: Any, replay: str, tolerance: float) -> Any:
         else:
             with replay_routes(engine.module, routes, shadow=True) as forced:
                 loss, output = original(engine, micro_batch, loss_function=loss_function, forward_only=False)
-            now, fraction = forced.shadow, forced.replayed_rows / forced.forced_rows
-            if fraction != 1:
-                raise RoutingError(f"only {fraction:.3%} of the (token, site) rows with a route were replayed")
+            replayed, routed = forced.replayed_rows, forced.forced_rows
+            if not routed or replayed != routed:
+                raise RoutingError(f"{replayed} of {routed} (token, site) rows with a route were replayed")
+            now, fraction = forced.shadow, 1.0
         rates = change_counts(routes, now, real).rates()
         names = {"shadow_slot_change": "slot_change"} if replay == "R2" else {name: name for name in CHANGES}
         metrics = {f"routing/{ours}": rates[name] for ours, name in names.items()}

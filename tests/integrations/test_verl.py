@@ -189,6 +189,9 @@ def test_errors(installed):
     other = [(part + 1) % 6 for part in parts]
     with pytest.raises(RoutingError, match="before any weight moved"):
         update(engine, batch(packed, enable_routing_replay=True, routed_experts=nested(other)))
+    none = [torch.full_like(part, -1) for part in parts]
+    with pytest.raises(RoutingError, match=r"0 of 0 \(token, site\) rows with a route were replayed"):
+        update(engine, batch(packed, enable_routing_replay=True, routed_experts=nested(none)))
     engine.use_ulysses_sp = True
     with pytest.raises(RoutingError, match="sequence parallelism"):
         update(engine, data)
