@@ -65,7 +65,7 @@ def nearest(word: str, known: Iterable[str], listed: bool = True) -> str:
 
 
 def load_class(path: str, field: str, error: type[Exception]) -> type:
-    """The class that `package.module:Class` or `path/to/file.py:Class` names. Runs the module's code.
+    """The class that `package.module:Class` or `path/to/file.py:Class` names. Runs the module's code, once.
 
     Args:
         field: where the path was written, for messages.
@@ -95,11 +95,19 @@ def load_object(path: str, field: str, error: type[Exception], kind: type[T], wo
 
 
 def _module_of_file(file: Path) -> ModuleType:
-    # Under a name of its own: a file called random.py must hide nothing.
-    name = f"moe_rl_own_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}_{file.stem}"
+    """The module of a file, run once as it is: two calls are to find one class. Under a name of its own: a file called
+    random.py must hide nothing."""
+    content = str(file.resolve()).encode() + file.read_bytes()
+    name = f"moe_rl_own_{hashlib.sha256(content).hexdigest()[:8]}_{file.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
