@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
         ModelError, EngineError: not on this machine, or not with this model.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
+    with ExitStack() as opened:
+        state = _begin(config, folder, cache_dir, listener, opened)
+        opened.pop_all()  # from here on `State.close` closes
+    return state
+
+
+def _begin(
+    config: RunConfig, folder: Path, cache_dir: Path | None, listener: Listener | None, opened: ExitStack
+) -> State:
     check_tracker(config.tracker)
     torch.manual_seed(config.seed)
     ranks = ranks_of(config.distributed, config.model.device, config.tracker, folder)
@@ -78,6 +88,7 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     reference = frozen_reference(model, resets) if method.needs_reference else None
     initial = frozen_reference(model) if method.source == "initial" else None
     engine = build_engine(config.rollout, model, tokenizer, ranks)
+    opened.callback(engine.close)
     policy, optimizer = ranks.prepare(model, optimizer)
     predicted = config.method.replay == "PR2"
     predictor = RoutePredictor(policy, config.method.predictor_learning_rate, config.optim.betas) if predicted else None

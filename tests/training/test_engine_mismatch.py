@@ -294,8 +294,11 @@ def test_a_tensor_that_does_not_arrive_is_named_before_the_first_step(state_of, 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensors_in_the_wrong_place_stop_the_run(state_of, tmp_path, monkeypatch, kind, dtype):
     engine_is(monkeypatch, kind)
+    closed = []
+    monkeypatch.setattr(kind, "close", lambda engine: closed.append(engine))
     with pytest.raises(EngineError, match=r"away from those of before\. Tensors that land in another's place"):
         state_of(changed({"kind": "hf", "dtype": dtype}), tmp_path)
+    assert len(closed) == 1, "nobody else can: there is no state yet"
 
 
 def test_an_engine_that_stops_listening_stops_the_run(state_of, tmp_path, monkeypatch):
