@@ -92,6 +92,8 @@ def _problem(row: Any) -> str | None:
         return f"none of the keys text, prompt and messages ({keys})"
     if "completion" in row and not {"prompt", "messages"} & row.keys():
         return "a completion without a prompt"
+    if "completion" in row and row.get("temperature", 1) != 1:
+        return "a temperature beside a completion as text, which is scored at 1: it is of prompt_ids and completion_ids"
     chat = [row[key] for key in ("messages", "prompt", "completion") if isinstance(row.get(key), list)]
     for messages in chat:
         if not messages or not all(
