@@ -1,4 +1,5 @@
-"""Run as a script by `MathVerify`: one question a line, as JSON; answers `equal`, `different` or `unreadable`."""
+"""Run as a script by `MathVerify`. A line is JSON: `["answer", text]`, said to be `read` or `unreadable`, or
+`["completion", text]`, which is `equal` to the answer before it or `different`."""
 
 import json
 import logging
@@ -23,18 +24,19 @@ def main() -> None:
     except (ImportError, ValueError, OSError):
         pass  # no such limits here
     print("ready", flush=True)
+    gold = None
     for line in sys.stdin:
-        answer, completion = json.loads(line)
-        gold = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
-        if not gold:
-            verdict = "unreadable"
-        else:
-            try:
-                found = parse(completion, parsing_timeout=None)
-                verdict = "equal" if verify(gold, found, timeout_seconds=None) else "different"
-            except Exception:  # whatever a completion provokes, it is wrong
-                verdict = "different"
-        print(verdict, flush=True)
+        kind, text = json.loads(line)
+        try:
+            if kind == "answer":
+                gold = parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+                said = "read" if gold else "unreadable"
+            else:
+                found = parse(text, parsing_timeout=None)
+                said = "equal" if verify(gold, found, timeout_seconds=None) else "different"
+        except Exception:  # whatever a completion provokes, it is wrong
+            said = "unreadable" if kind == "answer" else "different"
+        print(said, flush=True)
 
 
 if __name__ == "__main__":

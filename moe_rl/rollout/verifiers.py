@@ -89,11 +89,11 @@ class MathVerify:
     ended, and the completion is wrong. It is started at the first question.
 
     Raises:
-        TaskError: the package is missing; an answer that math-verify cannot read.
+        TaskError: the package is missing; an answer that math-verify cannot read, or not in time.
     """
 
     SECONDS = 5.0
-    """For one completion, the package's import not counted."""
+    """For one completion or answer, the package's import not counted."""
 
     def __init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
@@ -102,41 +102,55 @@ class MathVerify:
                 "checkout of moe_rl; last_answer compares boxes and numbers without it"
             )
         self.process: Any = None
+        self.read: str | None = None
+        """The answer that the process holds."""
 
     def __call__(self, answer: str, completion: str) -> bool:
-        verdict = self._ask(answer, completion)
-        if verdict == "unreadable":
-            raise TaskError(
-                f"math-verify cannot read the answer {answer!r}; is it mathematics? See task.options.verifier"
-            )
-        return verdict == "equal"
+        if self.process is None or self.process.poll() is not None:  # out of memory, between two questions
+            self._start()
+        if answer != self.read:  # those of a group have one
+            said, self.read = self._ask("answer", answer), None
+            if said != "read":
+                late = "" if said else f" in {self.SECONDS:g} seconds"
+                raise TaskError(
+                    f"math-verify cannot read the answer {answer!r}{late}; is it mathematics? See task.options.verifier"
+                )
+            self.read = answer
+        return self._ask("completion", completion) == "equal"
 
-    def _ask(self, answer: str, completion: str) -> str:
-        if new := self.process is None or self.process.poll() is not None:  # out of memory, between two questions
-            worker = Path(__file__).with_name("math_worker.py")
-            self.process = subprocess.Popen(  # -P: the folder of the script is no place to import from
-                [sys.executable, "-P", str(worker), str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-            weakref.finalize(self, self.process.kill)
-        verdict = ""
+    def _start(self) -> None:
+        worker = Path(__file__).with_name("math_worker.py")
+        self.process, self.read = None, None
+        self.process = subprocess.Popen(  # -P: the folder of the script is no place to import from
+            [sys.executable, "-P", str(worker), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        weakref.finalize(self, self.process.kill)
+        if self._said(None) != "ready":
+            raise TaskError("math-verify could not be started; the reason stands above")
+
+    def _ask(self, kind: str, text: str) -> str:
+        self.process.stdin.write(json.dumps([kind, text]) + "\n")
+        self.process.stdin.flush()
+        return self._said(self.SECONDS)
+
+    def _said(self, seconds: float | None) -> str:
+        """The next line of the process. Empty where none came in time: the process has then ended, or is ended, for its
+        answer would be taken for the next one's."""
+        said = ""
         try:
-            if new and self.process.stdout.readline() != "ready\n":
-                raise TaskError("math-verify could not be started; the reason stands above")
-            self.process.stdin.write(json.dumps([answer, completion]) + "\n")
-            self.process.stdin.flush()
             with selectors.DefaultSelector() as selector:
                 selector.register(self.process.stdout, selectors.EVENT_READ)
-                verdict = self.process.stdout.readline().strip() if selector.select(self.SECONDS) else ""
+                said = self.process.stdout.readline().strip() if selector.select(seconds) else ""
         finally:
-            if not verdict:  # too long, out of memory, or interrupted: its answer would be taken for the next one's
+            if not said:  # too long, out of memory, or interrupted
                 process, self.process = self.process, None
                 process.kill()
                 process.wait()
-        return verdict
+        return said
 
 
 VERIFIERS: Mapping[str, Callable[[], Callable[[str, str], bool]]] = {

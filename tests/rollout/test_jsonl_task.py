@@ -288,6 +288,11 @@ def test_math_verify_in_a_process_of_its_own(fake_math_verify, monkeypatch):
     with pytest.raises(TaskError, match=r"cannot read the answer '\?'"):
         verify("?", "12")
     assert verify("12", "12")
+    with pytest.raises(TaskError, match=r"cannot read the answer 'hang' in 0\.5 seconds"):
+        verify("hang", "12")
+    with pytest.raises(TaskError, match="cannot read the answer 'raise'"):
+        verify("raise", "12")
+    assert verify("12", "12")
 
     def interrupted(*_):
         raise KeyboardInterrupt
