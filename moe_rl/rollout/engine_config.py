@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from moe_rl.names import nearest
 from moe_rl.rollout.completions import Rollout, unrouted_tokens
 from moe_rl.rollout.task import Problem
-from moe_rl.rollout.vllm_host.agreed import OPTIONS as VLLM_OPTIONS
+from moe_rl.rollout.vllm_host import agreed
 from moe_rl.routing import RoutedExperts, RoutingError
 
 NEVER = -1
@@ -219,10 +219,13 @@ def _check_vllm_settings(config: EngineConfig) -> None:
                 f"{config.python!r} and {config.url!r}; leave one out"
             )
     for name, value in config.options.items():
-        if name not in VLLM_OPTIONS:
+        if name not in agreed.OPTIONS:
             raise EngineError(
-                f"rollout.engine.options: kind vllm takes {', '.join(VLLM_OPTIONS)}; got {name!r}"
-                f"{nearest(str(name), VLLM_OPTIONS, listed=False)}"
+                f"rollout.engine.options: kind vllm takes {', '.join(agreed.OPTIONS)}; got {name!r}"
+                f"{nearest(str(name), agreed.OPTIONS, listed=False)}"
             )
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise EngineError(f"rollout.engine.options.{name}: a positive number, got {value!r}")
+        share = name in agreed.SHARES
+        number = isinstance(value, int | float if share else int) and not isinstance(value, bool)
+        if not number or not 0 < value <= (1 if share else float("inf")):
+            wanted = "a number above 0 and at most 1" if share else "a positive whole number"
+            raise EngineError(f"rollout.engine.options.{name}: {wanted}, got {value!r}")

@@ -267,7 +267,10 @@ def test_a_python_without_vllm_or_with_an_unknown_one_is_refused_before_anything
     [
         ({"options": {"gpu_memory_utilisation": 0.4}}, "did you mean 'gpu_memory_utilization'"),
         ({"options": {"worker_extension_cls": "my.module.Class"}}, "kind vllm takes block_size, .*got 'worker_ext"),
-        ({"options": {"max_model_len": -1}}, "options.max_model_len: a positive number, got -1"),
+        ({"options": {"max_model_len": -1}}, "options.max_model_len: a positive whole number, got -1"),
+        ({"options": {"max_model_len": 1.5}}, "options.max_model_len: a positive whole number, got 1.5"),
+        ({"options": {"block_size": True}}, "options.block_size: a positive whole number, got True"),
+        ({"options": {"gpu_memory_utilization": 4}}, "gpu_memory_utilization: a number above 0 and at most 1, got 4"),
         ({"router_format": "int4"}, "rollout.engine.router_format: is for kind hf"),
         ({"timeout": 0.0}, "rollout.engine.timeout: a positive number of seconds"),
         ({"timeout": float("inf")}, "rollout.engine.timeout: a positive number of seconds"),

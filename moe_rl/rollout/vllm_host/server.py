@@ -24,6 +24,8 @@ VERSIONS = ("0.32", "0.33")
 """vLLM releases whose interfaces were read; and run, as docs/engines.md says."""
 WIDTH = 32
 """What hidden sizes are multiples of in vLLM's CPU kernels for experts; its own error names no size."""
+IDS = np.int16
+"""Of experts' numbers, which no model has 32,768 of: routes are the largest part of an answer."""
 CPU_CACHE = 2**28
 """Bytes of vLLM's KV cache on a CPU, unless the settings say."""
 
@@ -133,7 +135,7 @@ class CpuEngine:
                 return
             batch = self.runner.input_batch
             bounds = self.runner.query_start_loc.np
-            rows = ids.to("cpu").numpy().astype(np.int32, copy=True)
+            rows = ids.to("cpu").numpy().astype(IDS, copy=True)
             for index, request in enumerate(batch.req_ids):
                 part = rows[bounds[index] : bounds[index + 1]]
                 start = int(batch.num_computed_tokens_cpu[index])
@@ -145,7 +147,7 @@ class CpuEngine:
         assert self.pieces is not None
         pieces = self.pieces[answer.request_id]
         tokens = len(answer.prompt_token_ids) + len(answer.outputs[0].token_ids)
-        ids = np.full((tokens - 1, self.layers, pieces[0][2].shape[1]), -1, np.int32)
+        ids = np.full((tokens - 1, self.layers, pieces[0][2].shape[1]), -1, IDS)
         for layer, start, part in pieces:
             part = part[: len(ids) - start]  # the last token may have been fed by a step that ran ahead
             if (ids[start : start + len(part), layer] != -1).any():
@@ -192,7 +194,7 @@ class GpuEngine:
             ids = getattr(answer.outputs[0], "routed_experts", None)
             if routes and ids is None:
                 raise RuntimeError("vLLM returned no routed_experts, though enable_return_routed_experts is set")
-            found.append((answer, np.asarray(ids).astype(np.int32) if routes else None))
+            found.append((answer, np.asarray(ids).astype(IDS) if routes else None))
         return found
 
     def scores(self, tokens: list[list[int]], starts: list[int], temperature: float) -> list[list[float]]:
