@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import hf_model
-from moe_rl.rollout.chat import message_tokens
-from moe_rl.rollout.task import Problem, Task, checked_reward, shortened, token_ids, user_code
+from moe_rl.rollout.task import Problem, Task, checked_reward, message_tokens, shortened, token_ids, user_code
 from moe_rl.routing import RoutedExperts
 
 Rows = TypeVar("Rows", bound="Responses")
@@ -144,6 +143,40 @@ def score(task: Task, rollout: Rollout, seconds: float | None = None) -> Rollout
         with user_code(task, "reward", problem, text, seconds):
             rewards.append(checked_reward(task.reward(problem, text)))
     return replace(rollout, rewards=torch.tensor(rewards).to(rollout.input_ids.device))
+
+
+# -- several as one ----------------------------------------------------------------------------------------------------
+
+
+def padded(rollout: Rollout, left: int, right: int, token: int = 0) -> Rollout:
+    """The rollout with so many more columns of padding, whose `token` nothing reads, before and behind; copied."""
+    values = {"input_ids": token, "versions": -1}
+    wide: dict[str, Any] = {
+        name: F.pad(part, (left, right), value=values.get(name, 0))
+        for name, part in rollout.parts.items()
+        if isinstance(part, Tensor) and part.ndim == 2
+    }
+    if rollout.routes is not None:
+        wide["routes"] = rollout.routes.realign(rollout.attention_mask, wide["attention_mask"])
+    return replace(rollout, **wide)
+
+
+def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
+    """Rollouts of one group size as one, in order: prompts padded on the left and completions on the right to the
+    widest. Routes and versions are kept where all have them."""
+    widths = [(part.first, part.input_ids.shape[1] - part.first) for part in parts]
+    left, right = (max(of) for of in zip(*widths, strict=True))
+    wide = [padded(part, left - before, right - behind) for part, (before, behind) in zip(parts, widths, strict=True)]
+    joined: dict[str, Any] = {"routes": None, "versions": None}
+    for name in set.intersection(*(set(part.parts) for part in wide)):
+        of_all: list[Any] = [part.parts[name] for part in wide]
+        joined[name] = RoutedExperts.cat(of_all) if name == "routes" else torch.cat(of_all)
+    return replace(
+        parts[0],
+        **joined,
+        problems=[problem for part in parts for problem in part.problems],
+        completions=[text for part in parts for text in part.completions],
+    )
 
 
 # -- prompts, tokens, text --------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from moe_rl.rollout.completions import (
     check_length,
     decode_text,
     end_tokens,
+    padded,
     padding_token,
 )
-from moe_rl.rollout.joining import padded
 from moe_rl.rollout.task import Problem, token_ids, user_code
 from moe_rl.routing import RoutedExperts
 

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 
-from moe_rl.rollout.completions import Rollout
-from moe_rl.rollout.joining import join_rollouts
+from moe_rl.rollout.completions import Rollout, join_rollouts
 
 
 def overlong_penalty(lengths: Int[torch.Tensor, " B"], longest: int, buffer: int) -> Float[torch.Tensor, " B"]:

@@ -29,8 +29,7 @@ from moe_rl.rollout.engine_config import (
     check_engine,
 )
 from moe_rl.rollout.task import Problem
-from moe_rl.rollout.vllm_engine import VllmEngine
-from moe_rl.rollout.vllm_place import check_vllm
+from moe_rl.rollout.vllm_engine import VllmEngine, check_vllm
 from moe_rl.routing import UnsupportedModelError
 from moe_rl.routing.experts import check_experts_name, check_megablocks
 from moe_rl.routing.sites import router_parameters

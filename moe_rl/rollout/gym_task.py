@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 
 from moe_rl.names import nearest
 from moe_rl.rollout.character_tasks import require
-from moe_rl.rollout.chat import as_problem
 from moe_rl.rollout.jsonl_task import alphabet_of
-from moe_rl.rollout.task import Problem, TaskError, VerifiableTask
+from moe_rl.rollout.task import Problem, TaskError, VerifiableTask, as_problem
 
 TAGS = "\n\nGive the final answer between <answer> and </answer>."
 

@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 
 from moe_rl.checks import parse_json
 from moe_rl.rollout.character_tasks import BOS, EOS, require
-from moe_rl.rollout.chat import as_problem
-from moe_rl.rollout.task import Messages, Problem, TaskError, is_held_out
+from moe_rl.rollout.task import Messages, Problem, TaskError, as_problem, is_held_out
 from moe_rl.rollout.verifiers import VERIFIERS
 
 

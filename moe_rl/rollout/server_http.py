@@ -14,13 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-from safetensors import SafetensorError
-
 from moe_rl.rollout.engine_config import EngineError, url_address
+from moe_rl.rollout.server_process import Asked
 from moe_rl.rollout.vllm_host.agreed import TOKEN_VARIABLE, digest, keep_alive, token
 from moe_rl.rollout.vllm_host.child import PART
-from moe_rl.rollout.vllm_host.server import frame, unframe
 
 CONNECT_SECONDS = 20.0
 """For a connection, and for requests that compute nothing."""
@@ -30,7 +27,7 @@ FOLDER = Path(__file__).parent / "vllm_host"
 SWEEP = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
 
 
-class HttpServer:
+class HttpServer(Asked):
     """A session with the server at a url; it ends with this object, with `close`, or with this process.
 
     Attributes:
@@ -59,26 +56,13 @@ class HttpServer:
             self.close()
             raise
 
-    def ask(
-        self, request: Mapping[str, Any], tensors: Mapping[str, np.ndarray] | None = None
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """The answer: its header and its tensors.
+    def _answered(self, what: str, message: bytes) -> bytes:
+        return self._request("POST", "/ask", what, message)
 
-        Raises:
-            EngineError: the server says that it failed, is gone, or does not answer in time. In the last two cases the
-                session has ended.
-        """
-        what = str(request["do"])
-        answer = self._request("POST", "/ask", what, frame(dict(request), dict(tensors or {})))
-        try:
-            header, found = unframe(answer)
-        except (ValueError, MemoryError, SafetensorError) as error:
-            self.connection.close()  # whoever says such things may not hear that the session ends
-            self.close()
-            raise EngineError(f"{self.name} answered {what!r} with what is no message ({error})") from error
-        if "error" in header:
-            raise EngineError(f"{self.name} could not {what}: {header['error']}{self._said()}")
-        return header, found
+    def stop(self) -> str:
+        self.connection.close()  # whoever says no sense may not hear that the session ends
+        self.close()
+        return ""
 
     def load(self, write: Callable[[Path], None], settings: Mapping[str, Any]) -> dict[str, Any]:
         """Let it open the model that `write` writes to a folder in hub format, sent file by file; what it says of
@@ -119,7 +103,7 @@ class HttpServer:
             status, said = _exchange(self.connection, method, path, self.seconds, body, length)
         except TimeoutError as error:
             late = f"gave no answer to {what!r} in {self.seconds:g} s (rollout.engine.timeout) and was left"
-            words = self._said()
+            words = self.said()
             self.close()
             raise EngineError(f"{self.name} {late}{words}") from error
         except (OSError, http.client.HTTPException) as error:
@@ -133,8 +117,8 @@ class HttpServer:
         self.close()
         raise EngineError(f"{self.name} could not {what}: {_reason(status, said)}")
 
-    def _said(self) -> str:
-        """The last lines of vLLM, to be added to a message, on a connection of their own: this one may be waiting."""
+    def said(self) -> str:
+        """The last lines of vLLM, on a connection of their own: this one may be waiting."""
         try:
             with contextlib.closing(_connected(self.url)) as connection:
                 return str(json.loads(_exchange(connection, "GET", "/log", CONNECT_SECONDS)[1])["said"])

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_rl.names import load_class, nearest
-from moe_rl.rollout.calculator import Calculator
-from moe_rl.rollout.character_tasks import ModChain
+from moe_rl.rollout.character_tasks import Calculator, ModChain
 from moe_rl.rollout.gym_task import ReasoningGym
 from moe_rl.rollout.jsonl_task import JsonLines
 from moe_rl.rollout.string_tasks import Add, Copy, Parity, Reverse, Sort

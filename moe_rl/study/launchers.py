@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from moe_rl.processes import usable_cores
-from moe_rl.rollout.vllm_place import vllm_url
+from moe_rl.rollout.vllm_engine import vllm_url
 from moe_rl.study.config import ConfigError, StudyConfig
 from moe_rl.study.runs import Run, last_line
 from moe_rl.study.worker import Worker

@@ -19,7 +19,7 @@ from moe_rl.policy.models import DTYPES, ModelConfig, check_path, taken_for_hub_
 from moe_rl.policy.tiny import ModelError, build_tiny, char_tokenizer
 from moe_rl.rollout import TaskError, make_task
 from moe_rl.rollout.task import problems_of
-from moe_rl.rollout.vllm_place import vllm_url
+from moe_rl.rollout.vllm_engine import vllm_url
 from moe_rl.routing.packing import packed_dtype
 from moe_rl.routing.sites import find_sites
 from moe_rl.training import RunConfig

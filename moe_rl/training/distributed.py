@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_rl.measure.logprobs import evaluating
 from moe_rl.policy.lora import AdaptersOff
 from moe_rl.rollout import Rollout
+from moe_rl.rollout.completions import padded
 from moe_rl.rollout.engine_config import DTYPES
-from moe_rl.rollout.joining import padded
 from moe_rl.routing import RoutedExperts
 from moe_rl.settings import differences
 from moe_rl.training.config import DistributedConfig

@@ -7,9 +7,8 @@ import torch
 from jaxtyping import TypeCheckError
 
 from moe_rl.rollout import Problem
-from moe_rl.rollout.completions import Rollout
+from moe_rl.rollout.completions import Rollout, join_rollouts
 from moe_rl.rollout.dapo import overlong_penalty, refill
-from moe_rl.rollout.joining import join_rollouts
 from moe_rl.routing import RoutedExperts
 
 

@@ -14,9 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from moe_rl.rollout import Problem, TaskConfig, TaskError, is_held_out, make_task
-from moe_rl.rollout.chat import as_problem, message_tokens
 from moe_rl.rollout.completions import encode_prompts
-from moe_rl.rollout.task import problems_of
+from moe_rl.rollout.task import as_problem, message_tokens, problems_of
 from moe_rl.rollout.verifiers import MathVerify, exact_match, last_answer, last_boxed
 
 TEMPLATE = (

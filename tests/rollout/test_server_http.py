@@ -21,9 +21,9 @@ from fake_python import REPOSITORY, SERVER, fake_python, lent
 from moe_rl.rollout import server_http
 from moe_rl.rollout.engine_config import EngineConfig, EngineError
 from moe_rl.rollout.server_http import HttpServer
+from moe_rl.rollout.vllm_engine import check_vllm
 from moe_rl.rollout.vllm_host.child import LENGTHS
 from moe_rl.rollout.vllm_host.server import frame
-from moe_rl.rollout.vllm_place import check_vllm
 
 TOKEN = "0123456789abcdef"
 CLIENT = """
