@@ -7,14 +7,20 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from moe_rl.integrations.measures import Measures, Minibatch, ProbeBatch, Ranks, measure
-from moe_rl.integrations.old_policy import OldPolicy, refuse_other_replay, refuse_other_tolerance, refuse_random
+from moe_rl.integrations.old_policy import (
+    OldPolicy,
+    refuse_other_replay,
+    refuse_other_tolerance,
+    refuse_random,
+    same_policy,
+)
 from moe_rl.routing import RoutedExperts, RoutingError, record_routes, replay_routes
 
 if TYPE_CHECKING:  # whatever trainer it is put in front of
@@ -25,6 +31,15 @@ else:
 _LOG = logging.getLogger(__name__)
 
 
+class Scoring(NamedTuple):
+    """One pass that scored responses through the policy's module: its policy is the trained one or the reference."""
+
+    logps: Tensor
+    routes: RoutedExperts
+    choice: RoutedExperts
+    text: dict[str, Any]
+
+
 class ReplayTrainer(Trainer):
     """Overrides of transformers' Trainer, to be put in front of a trainer class; what a batch is, its subclass says."""
 
@@ -32,6 +47,7 @@ class ReplayTrainer(Trainer):
     _probes: Sequence[ProbeBatch] = ()
     _taken = 0  # optimizer steps, over all calls of train(), each of which counts global_step from its own beginning
     _scored_at: int | None = None  # of these, when the batch in the buffer was scored
+    _scorings: list[Scoring] | None = None  # a list while a batch of training prompts is scored
     # Of the forward of a loss that is under way: log-probabilities; the load-balancing loss, where it is added.
     _forwards: list[tuple[Tensor, Tensor | None]] | None = None
     _not_loaded: Sequence[str] = ()  # weights that transformers did not find in the checkpoint that it loads
@@ -55,6 +71,37 @@ class ReplayTrainer(Trainer):
         self._run_folder, self._objective = run_folder, objective
         self._measures = Measures(Ranks(self.accelerator), self._metrics["train"], sequence_clip)
         self.add_callback(_AfterUpdate(self))
+
+    def _with_scorings(self: Any, make: Callable[[], Any]) -> tuple[Any, list[Scoring]]:
+        """What `make` makes, and the passes that scored meanwhile."""
+        self._scorings = []
+        try:
+            return make(), self._scorings
+        finally:
+            self._scorings = None
+
+    def _pass(self: Any, model: Any, score: Callable[[], Any], text: dict[str, Any], aux_loss: int | None) -> Any:
+        """What `score` returns, log-probabilities first; kept if the policy scores a batch, or a loss is under way.
+        aux_loss: where in it the load-balancing loss is."""
+        if self._scorings is None or model is not self.model:
+            found = score()
+            if self._forwards is not None:
+                self._forwards.append((found[0].detach(), None if aux_loss is None else found[aux_loss]))
+            return found
+        with record_routes(model) as recording:
+            found = score()
+        self._scorings.append(Scoring(found[0], recording.routes, recording.routes, text))
+        return found
+
+    def _scoring_of(self: Any, scorings: list[Scoring], old_logps: Tensor | None) -> Scoring:
+        """The pass that made a batch's old log-probabilities: `is` proves it."""
+        scoring = next((one for one in scorings if one.logps is old_logps), None)
+        if scoring is None:
+            raise RoutingError(
+                f"{self._bare.__name__} made a batch whose old log-probabilities are not those of a pass of the policy "
+                "that was recorded: whose routes an update would replay is not known"
+            )
+        return scoring
 
     def _scored(self: Any, responses: int) -> None:
         """A batch was sampled and scored."""
@@ -99,7 +146,7 @@ class ReplayTrainer(Trainer):
             b, t, sites, _ = old.routes.shape
             found.routed_rows = b * t * (sites - len(old.routes.meta.get("hash_routed", ())))
         if now is not None:
-            found.first_change = old.prove(now, real, self.first_change_tolerance)
+            found.first_change = same_policy(old.choice, now, real.bool(), self.first_change_tolerance)
         found.logps, aux_loss = forwards[0]
         if aux_loss is not None:
             added = self.router_aux_loss_coef * aux_loss.detach() / self.current_gradient_accumulation_steps

@@ -33,10 +33,6 @@ class OldPolicy:
         routes = self.routes.rows(index)
         return OldPolicy(routes, routes if self.choice is self.routes else self.choice.rows(index), self.step)
 
-    def prove(self, now: RoutedExperts, tokens: Tensor, tolerance: float) -> float:
-        """`same_policy` of what its routers chose and of what they choose now."""
-        return same_policy(self.choice, now, tokens.bool(), tolerance)
-
 
 def same_policy(old: RoutedExperts, now: RoutedExperts, tokens: Bool[Tensor, "B T"], tolerance: float = 0.0) -> float:
     """The share of expert slots that the routers chose otherwise than when the batch was scored, at equal weights.

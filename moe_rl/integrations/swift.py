@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_rl.integrations.hf_trainer import ReplayTrainer, objective_of, refuse_wrapped
 from moe_rl.integrations.measures import Minibatch, ProbeBatch
 from moe_rl.integrations.old_policy import OldPolicy, refuse_other_version
-from moe_rl.routing import RoutedExperts, RoutingError, record_routes
+from moe_rl.routing import RoutingError
 
 VERSIONS = ("4.6.0", "4.6.0.dev0")
 """Of ms-swift, whose trainer was read."""
@@ -79,8 +79,6 @@ def routing_replay(
 
 
 class _RoutingReplay(ReplayTrainer):
-    _scorings: list[tuple[Tensor, RoutedExperts]] | None = None
-
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         self._choose(self.replay, KINDS, self.first_change_tolerance)
         super().__init__(*args, **kwargs)
@@ -98,19 +96,9 @@ class _RoutingReplay(ReplayTrainer):
     def _prepare_batch_inputs(self: Any, samples: Any) -> Any:
         if not self.model.training:  # evaluation
             return super()._prepare_batch_inputs(samples)
-        self._scorings = []
-        try:
-            batches = super()._prepare_batch_inputs(samples)
-        finally:
-            scorings, self._scorings = self._scorings, None
+        batches, scorings = self._with_scorings(partial(super()._prepare_batch_inputs, samples))
         for batch in batches:
-            logps = batch["grpo_batch"].old_per_token_logps
-            routes = next((routes for one, routes in scorings if one is logps), None)
-            if logps is None or routes is None:
-                raise RoutingError(
-                    "ms-swift made a micro-batch whose old log-probabilities are not those of a pass of the policy "
-                    "that was recorded: whose routes an update would replay is not known"
-                )
+            routes = self._scoring_of(scorings, batch["grpo_batch"].old_per_token_logps).routes
             setattr(batch["grpo_batch"], _ROUTING, OldPolicy(routes, routes, self._taken))
         return batches
 
@@ -133,16 +121,9 @@ class _RoutingReplay(ReplayTrainer):
     def _get_per_token_logps_and_entropies(
         self: Any, model: Any, model_inputs: dict[str, Any], grpo_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        score = partial(super()._get_per_token_logps_and_entropies, model, model_inputs, grpo_batch)
-        if self._scorings is None or model is not self.model:
-            found = score(*args, **kwargs)
-            if self._forwards is not None:
-                self._forwards.append((found[0].detach(), None))
-            return found
-        with record_routes(model) as recording:
-            found = score(*args, **kwargs)
-        self._scorings.append((found[0], recording.routes))
-        return found
+        score = super()._get_per_token_logps_and_entropies
+        scored = partial(score, model, model_inputs, grpo_batch, *args, **kwargs)
+        return self._pass(model, scored, model_inputs, aux_loss=None)
 
     def _probe_of(self: Any, batch: dict[str, Any]) -> ProbeBatch:
         found, inputs, score = batch["grpo_batch"], batch["model_inputs"], super()._get_per_token_logps_and_entropies

@@ -17,12 +17,12 @@ in two (DDP over gloo). Not run: GPUs, FSDP, DeepSpeed; of vLLM only a stand-in 
 
 import logging
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_rl.integrations.hf_trainer import ReplayTrainer, objective_of, refuse_wrapped
+from moe_rl.integrations.hf_trainer import ReplayTrainer, Scoring, objective_of, refuse_wrapped
 from moe_rl.integrations.measures import Minibatch, ProbeBatch
 from moe_rl.integrations.old_policy import KINDS, OldPolicy
 from moe_rl.integrations.trl_sampled import SampledRoutes, refuse_unsampled, replayed_in_chunks
@@ -33,15 +33,6 @@ from moe_rl.routing import RoutedExperts, RoutingError, attach, record_routes, r
 ROWS = "routing_rows"
 """Key of the row numbers in TRL's batch."""
 _LOG = logging.getLogger(__name__)
-
-
-class Scoring(NamedTuple):
-    """One pass that scored the batch through the policy's module: its policy is the trained one or the reference."""
-
-    logps: Tensor
-    routes: RoutedExperts
-    choice: RoutedExperts
-    text: dict[str, Any]
 
 
 @cache
@@ -104,7 +95,6 @@ def routing_replay(trainer_class: type) -> Any:
 class _RoutingReplay(ReplayTrainer):
     """The overrides; `routing_replay` puts them in front of a trainer class."""
 
-    _scorings: list[Scoring] | None = None  # a list while TRL scores a batch of training prompts
     _old: OldPolicy | None = None
 
     def __init__(
@@ -176,18 +166,9 @@ class _RoutingReplay(ReplayTrainer):
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
         if not self.model.training:  # evaluation: the batch in the buffer keeps its routes
             return super()._generate_and_score_completions(inputs)
-        self._scorings = []
-        try:
-            output = super()._generate_and_score_completions(inputs)
-        finally:
-            scorings, self._scorings = self._scorings, None
+        output, scorings = self._with_scorings(partial(super()._generate_and_score_completions, inputs))
         old_logps = output.get("old_per_token_logps")
-        scoring = next((one for one in scorings if one.logps is old_logps), None)
-        if old_logps is None or scoring is None:
-            raise RoutingError(
-                f"{self._bare.__name__} returned a batch whose old log-probabilities are not those of a pass of the "
-                "policy that was recorded: whose routes an update would replay is not known"
-            )
+        scoring = self._scoring_of(scorings, old_logps)
         self._old = OldPolicy(scoring.routes, scoring.choice, self._taken)
         self._scored(len(old_logps))
         self._probes = self._probes_of(scoring, output)
@@ -205,20 +186,12 @@ class _RoutingReplay(ReplayTrainer):
     ) -> Any:
         score = super()._get_per_token_logps_and_entropies
         text = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep}
-        if self._scorings is None or model is not self.model:
-            found = score(model, **text, batch_size=batch_size, **kwargs)
-            if self._forwards is not None:
-                self._forwards.append((found[0].detach(), found[2]))
-            return found
-        if self.replay == "R3" and not self._scorings:  # the old policy comes first; `is` proves it afterwards
+        if self.replay == "R3" and self._scorings == [] and model is self.model:  # the old policy comes first
             routes = self._sampled.routes(model, **text)
             logps, choice = replayed_in_chunks(score, model, text, routes, batch_size or len(input_ids))
             self._scorings.append(Scoring(logps, routes, choice, text))
             return logps, None, None
-        with record_routes(model) as recording:
-            found = score(model, **text, batch_size=batch_size, **kwargs)
-        self._scorings.append(Scoring(found[0], recording.routes, recording.routes, text))
-        return found
+        return self._pass(model, partial(score, model, **text, batch_size=batch_size, **kwargs), text, aux_loss=2)
 
     def _rewards(self: Any) -> dict[str, float]:
         log = self._metrics["train"]
