@@ -1,14 +1,4 @@
-"""The command line: moe-rl COMMAND ...
-
-study NAME|FILE  all arms and seeds of a study, resuming what is unfinished; then figures and the report
-run NAME|FILE    one arm and seed
-figures DIR      draw the figures and the report of a study folder again
-watch DIR        follow a study in the browser
-drift OLD NEW    how the routing of two or more checkpoints differs
-floor MODEL      what arithmetic alone changes at equal weights
-check-routes     whether captured routes are those that a model chooses
-compare-routes   how two captures of the routes of the same tokens differ
-doctor [FILE]    what this machine can run, and what a study would need
+"""The command line, `moe-rl COMMAND ...`: `moe_rl.usage.SUMMARY` says what each command does.
 
 Help and mistakes answer before torch is imported.
 """
@@ -29,14 +19,6 @@ from moe_rl.processes import ends_with_its_reader, importing, interrupts, waitin
 
 LABORATORY = ("accelerate", "pandas", "pyarrow", "matplotlib", "scipy", "rich", "tyro", "yaml", "jinja2", "tokenizers")
 """What the commands need beyond the instrument: the extra `lab`."""
-
-VERBS: dict[str, Callable[[list[str]], None]] = {}
-
-
-def verb(function: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
-    """Register a command; its imports happen when it is called."""
-    VERBS[function.__name__.removesuffix("_verb").replace("_", "-")] = function
-    return function
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -90,7 +72,6 @@ def _main(arguments: Sequence[str] | None) -> None:
         fail(str(error))
 
 
-@verb
 def study_verb(arguments: list[str]) -> None:
     from moe_rl.usage import studies_page
 
@@ -172,7 +153,6 @@ def study_verb(arguments: list[str]) -> None:
         draw_report(folder)
 
 
-@verb
 def run_verb(arguments: list[str]) -> None:
     given = study_file("run", arguments)
     arm, seed = arm_and_seed(given)
@@ -214,7 +194,6 @@ def run_verb(arguments: list[str]) -> None:
         end_at_once()
 
 
-@verb
 def figures_verb(arguments: list[str]) -> None:
     import tyro
 
@@ -237,7 +216,6 @@ def figures_verb(arguments: list[str]) -> None:
         print(path)
 
 
-@verb
 def watch_verb(arguments: list[str]) -> None:
     import tyro
 
@@ -264,11 +242,6 @@ def watch_verb(arguments: list[str]) -> None:
     watch.watch(options.folder, options.port, options.open)
 
 
-for command in (drift, floor, check_routes, compare_routes):
-    verb(command)
-
-
-@verb
 def doctor_verb(arguments: list[str]) -> None:
     import tyro
 
@@ -333,6 +306,18 @@ def draw_report(folder: Path) -> None:
 
     print(f"report: {draw_study(folder)}")
 
+
+VERBS: dict[str, Callable[[list[str]], None]] = {
+    "study": study_verb,
+    "run": run_verb,
+    "figures": figures_verb,
+    "watch": watch_verb,
+    "drift": drift,
+    "floor": floor,
+    "check-routes": check_routes,
+    "compare-routes": compare_routes,
+    "doctor": doctor_verb,
+}
 
 if __name__ == "__main__":
     sys.exit("moe_rl.cli is no command: moe-rl ..., or python -m moe_rl ...")

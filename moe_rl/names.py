@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any
 
-T = TypeVar("T")
 RESERVED = ("logs", "figures", "report.html", "study.yaml", "env.json", "config.yaml", "metrics.jsonl")
 """What a study's folder holds besides its arms, or by which a run's folder is told from it."""
 ROUNDING = "rounding_"
@@ -64,22 +63,17 @@ def nearest(word: str, known: Iterable[str], listed: bool = True) -> str:
     return f"; known: {', '.join(known)}" if known and listed else ""
 
 
-def load_class(path: str, field: str, error: type[Exception]) -> type:
-    """The class that `package.module:Class` or `path/to/file.py:Class` names. Runs the module's code, once.
+def load_object(path: str, field: str, error: type[Exception], kind: Any = type, word: str = "class") -> Any:
+    """The object of this kind that `package.module:name` or `path/to/file.py:name` names. Runs the module's code, once.
 
     Args:
         field: where the path was written, for messages.
         error: what to raise.
+        word: what messages call such an object.
 
     Raises:
-        error: no such file, module or class; the module's own error while it was imported.
+        error: no such file, module or object; the module's own error while it was imported.
     """
-    return load_object(path, field, error, type, "class")
-
-
-def load_object(path: str, field: str, error: type[Exception], kind: type[T], word: str) -> T:
-    """The object of this kind that `package.module:name` or `path/to/file.py:name` names; errors, which call it `word`,
-    as of `load_class`."""
     place, _, name = path.rpartition(":")
     if place.endswith(".py") and not Path(place).is_file():
         raise error(f"{field}: there is no file {Path(place).absolute()}")

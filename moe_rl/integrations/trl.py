@@ -54,26 +54,10 @@ def routing_replay(trainer_class: type) -> Any:
     - first_change_tolerance: share of slots, in [0, 1], that may differ at the first update of a batch, where none
       should (`moe_rl.integrations.old_policy.same_policy`). Default: 0.
 
-    In TRL's log, and so in every tracker that it reports to:
-
-    - `routing/slot_change`, `routing/site_change`, `routing/token_change`: old policy of the batch against the weights
-      after the update, both routing live, on the response tokens of the probe; fractions
-    - `routing/replayed_fraction`: share of the (token, site) rows of the update's forwards whose experts were those of
-      the routes, proven. Under R3 the last token of a response has no route
-    - `routing/var_token_natural`, `routing/var_token_replayed`, `routing/var_sequence_natural`,
-      `routing/var_sequence_replayed`: variance of the log-ratio (nats²) over tokens, and of its mean over a sequence,
-      live and under the routes that the old policy chose (also under R3, whose updates replay the engine's)
-    - `routing/f2_natural`: F(2) of R3 (arXiv 2510.11370), the share of the probe's response tokens whose ratio, both
-      policies routing live, is above 2 or below 1/2. Run folders hold the count, `extreme_2_natural`
-    - `routing/first_change`: `slot_change` at the first update of the batch, before a weight moved: asserted
-    - `routing/max_vio` (mean over sites), `routing/load_cv_mean`, `routing/load_entropy_min` (nats): the load of the
-      experts after the update, live, over the probe's response tokens of all processes
-    - under R3 and `measure_engine`, of the probed sequences, at equal weights: `routing/engine_slot_change`, the
-      sampling engine's routes against the old policy's; and where the engine's log-probabilities are known
-      `routing/engine_k3`, `routing/engine_gap_mean` (nats), the old policy routing live against them, and
-      `routing/engine_k3_replayed`, `routing/engine_gap_mean_replayed`, under the engine's routes: what R3 would leave
-
-    The KL of the routers' outputs is not measured here, nor in any other trainer than that of moe_rl.
+    TRL's log, and so every tracker that it reports to, gets `routing/...`, which docs/integrations.md defines: change
+    rates and `f2_natural` (fractions), variances of the log-ratio (nats²) and loads of the probe after each update;
+    `replayed_fraction` and `first_change` of the update itself, proven; of the sampling engine, where it is compared,
+    `engine_slot_change`, `engine_k3` and `engine_gap_mean` (nats), live and `_replayed`. Run folders have more.
 
     Raises (when the trainer is made):
         TypeError: not a GRPOTrainer. AsyncGRPOTrainer computes its loss elsewhere.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import hf_model
 from moe_rl.measure.weights import dtypes_as_loaded
-from moe_rl.names import load_class
+from moe_rl.names import load_object
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.engine import Engine, ModelEngine, Tolerance, gathered
 from moe_rl.rollout.engine_config import (
@@ -132,7 +132,7 @@ def make_engine(
 
 
 def _own_engine(config: EngineConfig, model: nn.Module, tokenizer: Any) -> Engine:
-    cls = load_class(config.kind, "rollout.engine.kind", EngineError)
+    cls = load_object(config.kind, "rollout.engine.kind", EngineError)
     try:
         engine = cls(model, tokenizer, **config.options)
     except TypeError as error:
@@ -174,7 +174,7 @@ def check_engine_here(config: EngineConfig, device: str) -> None:
     if config.kind == "vllm":
         check_vllm(config)
     if ":" in config.kind:
-        load_class(config.kind, "rollout.engine.kind", EngineError)
+        load_object(config.kind, "rollout.engine.kind", EngineError)
     if config.kind != "hf":
         return
     try:

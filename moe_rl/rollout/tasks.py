@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_rl.names import load_class, nearest
+from moe_rl.names import load_object, nearest
 from moe_rl.rollout.character_tasks import Calculator, ModChain
 from moe_rl.rollout.gym_task import ReasoningGym
 from moe_rl.rollout.jsonl_task import JsonLines
@@ -54,7 +54,7 @@ def make_task(config: TaskConfig) -> Any:
     13
     """
     if ":" in config.name:
-        cls = load_class(config.name, "task.name", TaskError)
+        cls = load_object(config.name, "task.name", TaskError)
     elif config.name in TASKS:
         cls = TASKS[config.name]
     else:

@@ -23,7 +23,7 @@ from transformers import (
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
 from routing_helpers import moe
 
-from moe_rl.names import load_class
+from moe_rl.names import load_object
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engine import ModelEngine, forward_logps
@@ -371,12 +371,12 @@ def test_what_no_engine_knows_is_refused(changes, message):
 def test_the_file_of_an_engine_runs_once_until_it_is_another(tmp_path):
     own, said = tmp_path / "own.py", tmp_path / "said"
     own.write_text(f"open({str(said)!r}, 'a').write('run ')\nclass Own: pass\nclass Other: pass\n")
-    first, again, other = (load_class(f"{own}:{name}", "kind", EngineError) for name in ("Own", "Own", "Other"))
+    first, again, other = (load_object(f"{own}:{name}", "kind", EngineError) for name in ("Own", "Own", "Other"))
     assert first is again and other.__module__ == first.__module__ and said.read_text() == "run "
     own.write_text(own.read_text() + "1 / 0\n")
     for _ in range(2):
         with pytest.raises(EngineError, match="ZeroDivisionError"):
-            load_class(f"{own}:Own", "kind", EngineError)
+            load_object(f"{own}:Own", "kind", EngineError)
     assert said.read_text() == "run run run "
 
 
