@@ -8,8 +8,8 @@
 - `tasks`            tasks by name, one's own included
 - `engine`           a model answers, also for whoever has no run (`sample`); random numbers by seed and purpose
 - `engine_config`, `engines` who else samples
-- `vllm_engine`      vLLM, in a process and a Python of its own: here (`server_process`) or elsewhere (`server_http`);
-  `vllm_host` is what runs there
+- `vllm_engine`      vLLM, in a process and a Python of its own, here or elsewhere (`vllm_servers`); `vllm_host` is what
+  runs there
 - `supervision`      the task answers; rewards of steps, several rewards
 - `completions`      prompts and what comes of them as tensors; several as one
 """

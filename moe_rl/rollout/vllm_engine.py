@@ -26,10 +26,9 @@ from moe_rl.processes import no_progress_bars
 from moe_rl.rollout.completions import UNWRITTEN, Rollout, check_length, encode_prompts, end_tokens, made_of
 from moe_rl.rollout.engine import NEVER, check_request, gathered
 from moe_rl.rollout.engine_config import ARITHMETIC, DTYPES, EngineConfig, EngineError, check_engine, url_address
-from moe_rl.rollout.server_http import HttpServer, ask_versions
-from moe_rl.rollout.server_process import ServerProcess
 from moe_rl.rollout.task import Problem
 from moe_rl.rollout.vllm_host import agreed, server
+from moe_rl.rollout.vllm_servers import HttpServer, ServerProcess, ask_versions
 from moe_rl.routing import RoutedExperts
 
 COLDEST = 0.01

@@ -18,18 +18,18 @@ import numpy as np
 import pytest
 from fake_python import REPOSITORY, SERVER, fake_python, lent
 
-from moe_rl.rollout import server_http
+from moe_rl.rollout import vllm_servers
 from moe_rl.rollout.engine_config import EngineConfig, EngineError
-from moe_rl.rollout.server_http import HttpServer
 from moe_rl.rollout.vllm_engine import check_vllm
 from moe_rl.rollout.vllm_host.child import LENGTHS
 from moe_rl.rollout.vllm_host.server import frame
+from moe_rl.rollout.vllm_servers import HttpServer
 
 TOKEN = "0123456789abcdef"
 CLIENT = """
 import sys
 from pathlib import Path
-from moe_rl.rollout.server_http import HttpServer
+from moe_rl.rollout.vllm_servers import HttpServer
 server = HttpServer(sys.argv[1], 600.0)
 server.ask({"do": "logps", "temperature": "echo", "word": "ready"})
 (server.folder / "weights").mkdir()
@@ -149,12 +149,12 @@ def test_a_session_that_crashes_hangs_or_babbles_ends_and_the_next_begins(host, 
 
 
 def test_there_is_one_session_at_a_time(host, monkeypatch):
-    monkeypatch.setattr(server_http, "BUSY_SECONDS", 0.0)
+    monkeypatch.setattr(vllm_servers, "BUSY_SECONDS", 0.0)
     with session(host) as server:
         with pytest.raises(EngineError, match=r"in use by 127\.0\.0\.1 since 20.*; it serves one run at a time"):
             HttpServer(host.url, 5.0)
         assert asked(server, "still")[0] == {"asked": "still"}
-    monkeypatch.setattr(server_http, "BUSY_SECONDS", 30.0)
+    monkeypatch.setattr(vllm_servers, "BUSY_SECONDS", 30.0)
     with session(host) as first:
         threading.Timer(0.7, first.close).start()
         with session(host) as second:  # waits

@@ -12,11 +12,11 @@ import pytest
 from fake_python import REPOSITORY, SERVER, fake_python
 
 from moe_rl.rollout.engine_config import EngineError
-from moe_rl.rollout.server_process import ServerProcess
+from moe_rl.rollout.vllm_servers import ServerProcess
 
 PARENT = """
 import sys, time
-from moe_rl.rollout.server_process import ServerProcess
+from moe_rl.rollout.vllm_servers import ServerProcess
 server = ServerProcess(sys.argv[1:], "the server", 60.0)
 server.ask({"do": "echo", "word": "ready"})
 print(server.process.pid, server.folder, flush=True)

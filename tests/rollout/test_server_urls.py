@@ -10,9 +10,9 @@ import pytest
 from fake_python import HOST, SERVER, fake_python, lent
 
 from moe_rl.rollout.engine_config import EngineConfig, EngineError, check_engine
-from moe_rl.rollout.server_http import HttpServer
 from moe_rl.rollout.vllm_engine import check_vllm, start_vllm
 from moe_rl.rollout.vllm_host.agreed import digest
+from moe_rl.rollout.vllm_servers import HttpServer
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ ends, however it does, that process is ended and its folder removed. Requests:
     DELETE /session       end it
 
 Where the variable MOE_RL_VLLM_TOKEN is set, all of them want it (`Authorization: Bearer ...`); an address that other
-machines can reach is refused without. `moe_rl.rollout.server_http` is the other end.
+machines can reach is refused without. `moe_rl.rollout.vllm_servers` is the other end.
 """
 
 import argparse
