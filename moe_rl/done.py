@@ -46,7 +46,8 @@ def what_is_lost(folder: Path, checkpoint: bool = False) -> str:
     """
     path = folder / NAME
     if not path.exists():
-        return _behind_checkpoint(folder)
+        state = _checkpoint_state(folder)
+        return _lost_since(folder, state) if state else ""
     try:
         done = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -60,16 +61,11 @@ def what_is_lost(folder: Path, checkpoint: bool = False) -> str:
     lost = _lost_rows(folder, done["metrics"]) or other_size(folder, done["tables"])
     if lost or not checkpoint:
         return lost
-    state = folder / "checkpoint" / "state.json"
+    manifest = folder / "checkpoint" / "state.json"
     lost = other_size(folder, done["checkpoint"])
-    if not lost and sha256_of_bytes(_bytes(state)) != done["state_sha256"]:
-        lost = f"{state} is damaged: its content is not what was written"
+    if not lost and sha256_of_bytes(_bytes(manifest)) != done["state_sha256"]:
+        lost = f"{manifest} is damaged: its content is not what was written"
     return lost
-
-
-def _behind_checkpoint(folder: Path) -> str:
-    state = _checkpoint_state(folder)
-    return _lost_since(folder, state) if state else ""
 
 
 def _checkpoint_state(folder: Path) -> dict[str, Any] | None:

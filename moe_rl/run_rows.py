@@ -26,18 +26,12 @@ ROWS: dict[str, tuple[str, ...]] = {
 _TYPES: dict[str, Any] = {"step": int, "update": int, "pair": str, "variant": str, "reward": int | float | None}
 """What these must be where they are; the others are numbers, texts and lists."""
 
+_CLIPPED = ("clip_fraction", "clip_frac", "clip_ratio", "clipfrac", "pg_clipfrac")
 OTHER_NAMES = {
-    "clip_fraction": "clipped_tokens over tokens",
-    "clip_frac": "clipped_tokens over tokens",
-    "clip_ratio": "clipped_tokens over tokens",
-    "clipfrac": "clipped_tokens over tokens",
-    "pg_clipfrac": "clipped_tokens over tokens",
-    "slot_change": "slots_changed over slots",
-    "site_change": "sites_changed over sites",
-    "token_change": "tokens_changed over tokens",
+    **dict.fromkeys(_CLIPPED, "clipped_tokens over tokens"),
+    **{f"{unit}_change": f"{unit}s_changed over {unit}s" for unit in ("slot", "site", "token")},
     "kl": "k3 (to the old policy) or ref_kl (to the reference)",
-    "approx_kl": "k3 (to the old policy)",
-    "ppo_kl": "k3 (to the old policy)",
+    **dict.fromkeys(("approx_kl", "ppo_kl"), "k3 (to the old policy)"),
 }
 """What other trainers call a metric, and ours."""
 

@@ -24,8 +24,6 @@ SUMMARY = {
 }
 """The commands, in the order of the help."""
 
-ROOT_OPTIONS = {"--version": "print the version"}
-
 CONFIGURATION = {
     "--optim.steps N": "RL steps; each samples one batch of responses",
     "--optim.num-minibatches N": "updates made on each batch",
@@ -68,7 +66,7 @@ def root_page() -> str:
             "Why is reinforcement learning of Mixture-of-Experts language models unstable? Record which experts are\n"
             "chosen, replay them, train GRPO, GRPO + Routing Replay and GSPO under one loop, and measure what differs.",
             _rows("commands", SUMMARY),
-            _rows("options", ROOT_OPTIONS),
+            _rows("options", {"--version": "print the version"}),
             "To begin: `moe-rl study` lists the studies that come with it, `moe-rl study quick` runs the smallest.\n"
             "`moe-rl COMMAND --help` explains a command.",
         )
