@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from moe_rl.integrations.measures import Measures, Minibatch, ProbeBatch, Ranks, measure
-from moe_rl.integrations.old_policy import (
-    OldPolicy,
-    refuse_other_replay,
-    refuse_other_tolerance,
-    refuse_random,
-    same_policy,
-)
+from moe_rl.integrations.old_policy import OldPolicy, refuse_options, refuse_random, same_policy
 from moe_rl.routing import RoutedExperts, RoutingError, record_routes, replay_routes
 
 if TYPE_CHECKING:  # whatever trainer it is put in front of
@@ -54,8 +48,7 @@ class ReplayTrainer(Trainer):
 
     def _choose(self: Any, replay: str, kinds: Sequence[str], first_change_tolerance: float) -> None:
         """Before the trainer is made."""
-        refuse_other_replay(replay, kinds)
-        refuse_other_tolerance(first_change_tolerance)
+        refuse_options(replay, kinds, first_change_tolerance)
         self.replay, self.first_change_tolerance = replay, first_change_tolerance
 
     def _begin(

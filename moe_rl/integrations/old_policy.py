@@ -60,14 +60,11 @@ def same_policy(old: RoutedExperts, now: RoutedExperts, tokens: Bool[Tensor, "B 
     return share
 
 
-def refuse_other_replay(replay: str, kinds: Sequence[str], where: str = "") -> None:
-    """RoutingError for a kind of replay that there is not."""
+def refuse_options(replay: str, kinds: Sequence[str], first_change_tolerance: Any, where: str = "") -> None:
+    """RoutingError for a kind of replay that there is not, and for what is no share of the expert slots, in [0, 1]: 5,
+    meant as %, would let every change pass."""
     if replay not in kinds:
         raise RoutingError(f"replay must be one of {', '.join(kinds)}{where}, got {replay!r}")
-
-
-def refuse_other_tolerance(first_change_tolerance: Any) -> None:
-    """RoutingError for what is no share of the expert slots, in [0, 1]: 5, meant as %, would let every change pass."""
     refusal = FRACTION.refusal("first_change_tolerance, a share of the expert slots", first_change_tolerance)
     if refusal is not None:
         raise RoutingError(refusal)

@@ -27,13 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.integrations.measures import CHANGES
-from moe_rl.integrations.old_policy import (
-    refuse_other_replay,
-    refuse_other_tolerance,
-    refuse_other_version,
-    refuse_random,
-    same_policy,
-)
+from moe_rl.integrations.old_policy import refuse_options, refuse_other_version, refuse_random, same_policy
 from moe_rl.routing import RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
 
 VERSIONS = ("0.9.1", "0.10.0.dev")
@@ -56,8 +50,7 @@ def install(replay: str = "R2", first_change_tolerance: float = 0.0) -> None:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
-    refuse_other_replay(replay, KINDS, " in verl's FSDP engine")
-    refuse_other_tolerance(first_change_tolerance)
+    refuse_options(replay, KINDS, first_change_tolerance, " in verl's FSDP engine")
     refuse_other_version("verl", verl, VERSIONS, "engine", "workers/engine/fsdp/transformer_impl.py")
     if isinstance(vars(ActorRolloutRefWorker).get(FLAG), _Marked):
         raise RoutingError("routing replay was installed in this process already")

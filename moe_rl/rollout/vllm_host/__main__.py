@@ -29,7 +29,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,11 +62,9 @@ class Gone(Exception):
     """The trainer's connection has ended."""
 
 
-@dataclass(frozen=True)
-class Session:
-    """Whose vLLM runs."""
+class Session(Child):
+    """vLLM's process, and whose it is."""
 
-    child: Child
     user: str
 
 
@@ -91,15 +88,16 @@ class Host(socketserver.ThreadingTCPServer):
                 raise Refusal(409, f"in use by {self.session.user}")
             env = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
             try:
-                child = Child([sys.executable, "-I", str(Path(__file__).resolve().with_name("server.py"))], env)
+                session = Session([sys.executable, "-I", str(Path(__file__).resolve().with_name("server.py"))], env)
             except OSError as error:
                 raise Refusal(500, f"cannot start vLLM's process: {error}") from error
-            self.session = Session(child, f"{client} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-            return self.session
+            session.user = f"{client} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+            self.session = session
+            return session
 
     def leave(self, session: Session, seconds: float) -> None:
         with self.lock:
-            session.child.close(seconds)
+            session.close(seconds)
             self.session = None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -111,7 +109,7 @@ class Host(socketserver.ThreadingTCPServer):
         """End the session, and let none begin again."""
         self.lock.acquire()
         if self.session is not None:
-            self.session.child.close(0.0)
+            self.session.close(0.0)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -153,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
                     self._begin()
                 case "GET", ["log"]:
                     session = self.server.session
-                    self._say(200, {"said": session.child.said() if session else ""})
+                    self._say(200, {"said": session.said() if session else ""})
                 case "DELETE", ["session"]:
                     self._leave(LAST_SECONDS)
                     self._say(200, {})
@@ -197,13 +195,13 @@ class Handler(BaseHTTPRequestHandler):
             self.session = None
             self._tell("session ended")
 
-    def _child(self) -> Child:
+    def _own(self) -> Session:
         if self.session is None:
             raise Refusal(400, "this connection has no session")
-        return self.session.child
+        return self.session
 
     def _take_weights(self, name: str) -> None:
-        folder, body = self._child().folder / "weights", self._body()
+        folder, body = self._own().folder / "weights", self._body()
         if not WEIGHTS_FILE.fullmatch(name):
             raise Refusal(400, f"no name for a file of weights (.json or .safetensors): {name!r}")
         part = folder / f".{name}.part"
@@ -220,7 +218,7 @@ class Handler(BaseHTTPRequestHandler):
         self._say(200, {})
 
     def _ask(self) -> None:
-        child = self._child()
+        child = self._own()
         if self.length > LARGEST_FRAME:
             raise Refusal(413, f"a request of {self.length} bytes; at most {LARGEST_FRAME}")
         weights = child.folder / "weights"
