@@ -102,6 +102,17 @@ def check_routes(rollout: Rollout) -> RoutedExperts:
     return routes
 
 
+def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: str) -> None:
+    """Raises EngineError for weights to be synced whose names or shapes are not the engine's own."""
+    for name in sorted(own.keys() | weights.keys()):
+        here, there = (list(of[name].shape) if name in of else "no tensor" for of in (weights, own))
+        if here != there:
+            raise EngineError(
+                f"{where}: {name} is {here} in the training model and {there} in the engine; was the model changed "
+                "(adapters, tied weights) after the engine was made?"
+            )
+
+
 def gathered(tensor: Tensor) -> Tensor:
     """A sharded tensor (DTensor), whole on every rank, all of which must ask; any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

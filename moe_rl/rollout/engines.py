@@ -27,6 +27,7 @@ from moe_rl.rollout.engine_config import (
     EngineConfig,
     EngineError,
     check_engine,
+    check_weights,
 )
 from moe_rl.rollout.task import Problem
 from moe_rl.rollout.vllm_engine import VllmEngine, check_vllm
@@ -81,18 +82,7 @@ class HuggingFaceEngine(ModelEngine):
             EngineError: names or shapes that are not the engine's.
         """
         own = self.model.state_dict()
-        if own.keys() != weights.keys():
-            differ = sorted(own.keys() ^ weights.keys())
-            raise EngineError(
-                f"weight sync {version}: {len(differ)} names are not in both the training model and the engine, first "
-                f"{differ[0]}; was the model changed (adapters, tied weights) after the engine was made?"
-            )
-        for name, tensor in own.items():
-            if tensor.shape != weights[name].shape:
-                raise EngineError(
-                    f"weight sync {version}: {name} is {list(weights[name].shape)} in the training model and "
-                    f"{list(tensor.shape)} in the engine"
-                )
+        check_weights(own, weights, f"weight sync {version}")
         for name, tensor in own.items():
             tensor.copy_(gathered(weights[name]))
         self._round_weights()

@@ -25,7 +25,15 @@ from moe_rl.measure.logprobs import causal_lm
 from moe_rl.processes import no_progress_bars
 from moe_rl.rollout.completions import UNWRITTEN, Rollout, check_length, encode_prompts, end_tokens, made_of
 from moe_rl.rollout.engine import NEVER, check_request, gathered
-from moe_rl.rollout.engine_config import ARITHMETIC, DTYPES, EngineConfig, EngineError, check_engine, url_address
+from moe_rl.rollout.engine_config import (
+    ARITHMETIC,
+    DTYPES,
+    EngineConfig,
+    EngineError,
+    check_engine,
+    check_weights,
+    url_address,
+)
 from moe_rl.rollout.task import Problem
 from moe_rl.rollout.vllm_host import agreed, server
 from moe_rl.rollout.vllm_servers import HttpServer, ServerProcess, ask_versions
@@ -167,11 +175,7 @@ def write_hub(model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> 
     """
     inner = causal_lm(model)
     own, prefix = model.state_dict(), next(name for name, module in model.named_modules() if module is inner)
-    for name in sorted(own.keys() | weights.keys()):
-        there, here = own.get(name), weights.get(name)
-        if there is None or here is None or there.shape != here.shape:
-            shapes = ["no tensor" if tensor is None else str(list(tensor.shape)) for tensor in (here, there)]
-            raise EngineError(f"weight sync: {name} is {shapes[0]} in what is synced and {shapes[1]} in the model")
+    check_weights(own, weights, "weight sync")
     start = f"{prefix}." if prefix else ""
     tensors = {name.removeprefix(start): gathered(tensor.detach()) for name, tensor in weights.items()}
     try:

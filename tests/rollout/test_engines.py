@@ -130,7 +130,7 @@ def test_a_sync_of_other_names_or_shapes_is_refused_before_anything_is_copied(mo
     weights = dict(moved(model).state_dict())
     before = respond(engine).logps
     name = "model.layers.1.mlp.gate.weight"
-    with pytest.raises(EngineError, match=r"weight sync 3: 1 names are not in both.*model\.layers\.1\.mlp\.gate"):
+    with pytest.raises(EngineError, match=r"weight sync 3: .*\.gate\.weight is no tensor in the training .*adapters"):
         engine.sync({key: value for key, value in weights.items() if key != name}, 3)
     with pytest.raises(EngineError, match=r"gate\.weight is \[3, 16\] in the training model and \[6, 16\]"):
         engine.sync({**weights, name: weights[name][:3]}, 3)

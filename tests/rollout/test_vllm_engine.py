@@ -188,10 +188,10 @@ def test_weights_are_written_under_the_names_of_the_architectures_checkpoints(mo
     assert torch.equal(up, model.model.layers[1].mlp.experts.gate_up_proj[5, 8:])
     weights = dict(model.state_dict())
     weights["model.norm.weight"] = weights["model.norm.weight"][:3]
-    with pytest.raises(EngineError, match=r"model.norm.weight is \[3\] in what is synced and \[16\] in the model"):
+    with pytest.raises(EngineError, match=r"model.norm.weight is \[3\] in the training model and \[16\] in the engine"):
         write_hub(model, weights, tmp_path / "other")
     del weights["model.norm.weight"]
-    with pytest.raises(EngineError, match=r"model.norm.weight is no tensor in what is synced"):
+    with pytest.raises(EngineError, match=r"model.norm.weight is no tensor in the training model"):
         write_hub(model, weights, tmp_path / "other")
     with pytest.raises(EngineError, match=r"cannot write the weights .*TMPDIR"):
         (tmp_path / "file").touch()
