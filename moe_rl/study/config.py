@@ -7,7 +7,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -58,6 +58,9 @@ class StudyConfig:
     comparisons: tuple[tuple[str, str], ...] | None = None
     """Pairs of arms [treatment, control] that the study is to compare: one family, fixed before it is run. None: each
     arm of a condition with the first, where they differ in one thing; the report says that they were not declared."""
+    outcome: Literal["sampled", "held_out"] = "sampled"
+    """What a final reward is, and with it what is compared: the mean of the last steps, of responses that the rollout
+    engine samples; or the held-out reward of the last policy, whose responses the training engine samples."""
     interest: float = 0.05
     """Smallest difference of final reward that is of interest."""
     alarms: dict[str, Any] = field(default_factory=dict)

@@ -268,8 +268,8 @@ def load(path: str | Path) -> StudyData:
 
 def join(studies: dict[str, StudyData]) -> StudyData:
     """Several studies as one, to compare them: arms become `<key>/<arm>`, rows and declared comparisons stay. So do
-    `interest` and `alarms` where all studies have the same; else there are the defaults. Raises StudyDataError for what
-    is no loaded study.
+    `interest`, `outcome` and `alarms` where all studies have the same; else there are the defaults. Raises
+    StudyDataError for what is no loaded study.
 
     >>> join({"lag 0": load("runs/a"), "lag 2": load("runs/b")}).rollouts      # doctest: +SKIP
     """
@@ -291,7 +291,7 @@ def join(studies: dict[str, StudyData]) -> StudyData:
     configs = [data.config for data in studies.values()]
     if compared or all(isinstance(own.get("comparisons"), list | tuple) for own in configs):
         config["comparisons"] = compared  # "none", where each study declares that
-    for name in ("interest", "alarms"):
+    for name in ("interest", "outcome", "alarms"):
         if all(name in own and own[name] == configs[0][name] for own in configs):
             config[name] = configs[0][name]
     waiting = tuple(f"{key}/{run}" for key, data in studies.items() for run in data.not_started)
@@ -330,7 +330,9 @@ def _check_readable(path: Path, config: dict[str, Any]) -> None:
 
 def check_declared(file: Path, config: dict[str, Any]) -> None:
     """Raises StudyDataError for declarations that cannot be followed, as those of a file written by hand may be."""
-    pairs, least = config.get("comparisons"), config.get("interest")
+    pairs, least, outcome = config.get("comparisons"), config.get("interest"), config.get("outcome")
+    if outcome not in (None, "sampled", "held_out"):
+        raise StudyDataError(f"{file}: outcome must be sampled or held_out, got {outcome!r:.80}")
     if least is not None and (isinstance(least, bool) or not isinstance(least, int | float) or not least > 0):
         raise StudyDataError(f"{file}: interest, the smallest difference that counts, must be above 0, got {least!r}")
     if pairs is not None and not isinstance(pairs, list):

@@ -20,13 +20,14 @@ OUTCOMES = ("failed", "below_start", "collapsed")
 def run_outcomes(data: StudyData) -> pd.DataFrame:
     """One row per run that recorded a reward.
 
-    Columns: arm, seed, finished; `measured` ("last 5 steps", or "held out" where the responses are not the policy's),
-    `final` (by that measure), `held_out` (reward of the last evaluation), `start` (held-out reward at step 0; where no
-    evaluation was made, the mean reward of the first batch, which the policy answered before its first update); `gain`
-    = final - start; `failed`, `below_start`, `collapsed` (booleans; the first two of finished runs only); `best`,
-    `fall` and `collapse_step` of `detect_collapse`; `area`.
+    Columns: arm, seed, finished; `measured` ("last 5 steps", or "held out" where the responses are not the policy's or
+    the study declares `outcome: held_out`), `final` (by that measure), `held_out` (reward of the last evaluation),
+    `start` (held-out reward at step 0; where no evaluation was made, the mean reward of the first batch, which the
+    policy answered before its first update); `gain` = final - start; `failed`, `below_start`, `collapsed` (booleans;
+    the first two of finished runs only); `best`, `fall` and `collapse_step` of `detect_collapse`; `area`.
     """
     starts, ends = evaluations(data)
+    declared_held_out = data.config.get("outcome") == "held_out"
     curves = dict(iter(data.rollouts.groupby(_RUN, observed=True)))
     rows = []
     for run in data.runs:
@@ -38,14 +39,15 @@ def run_outcomes(data: StudyData) -> pd.DataFrame:
             continue
         held_out = ends.get(key, np.nan)
         first = rewards[0] if own and steps.size and steps[0] == 0 else np.nan
-        start, final = starts.get(key, first), final_value(rewards) if own else held_out
+        sampled = own and not declared_held_out
+        start, final = starts.get(key, first), final_value(rewards) if sampled else held_out
         collapse = detect_collapse(steps, rewards if own else np.full(steps.size, np.nan))
         rows.append(
             {
                 "arm": run.arm,
                 "seed": run.seed,
                 "finished": run.finished,
-                "measured": "last 5 steps" if own else "held out",
+                "measured": "last 5 steps" if sampled else "held out",
                 "final": final,
                 "held_out": held_out,
                 "start": start,

@@ -29,8 +29,8 @@ def rules(interest: float = INTEREST) -> list[str]:
     verdicts = [f"“{verdict}”: {rule.format(**numbers)}." for verdict, rule in VERDICT_RULES.items()]
     return [
         f"Final reward is the mean over a run's last {FINAL_STEPS} steps. Where the responses are not the policy's own "
-        "(SFT, RFT, DPO) it is the held-out reward of the last policy, and a comparison with such an arm is of "
-        "held-out rewards.",
+        "(SFT, RFT, DPO), or where the study file declares it (`outcome: held_out`), it is the held-out reward of the "
+        "last policy, and a comparison with such an arm is of held-out rewards.",
         "Two arms are compared seed by seed, over their finished runs, with the seeds they share. The comparisons are "
         "those that the study file declares, before it is run; where it declares none, each arm of a condition is "
         "compared with the first if they differ in one thing, and the report says that they are undeclared.",

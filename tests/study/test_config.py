@@ -216,8 +216,8 @@ def test_defaults_are_a_run_that_can_start():
 
 
 def test_comparisons_are_declared_with_the_study(tmp_path):
-    study = parse_study(changed(comparisons=[["gspo", "grpo"]], interest=0.1))
-    assert study.comparisons == (("gspo", "grpo"),) and study.interest == 0.1
+    study = parse_study(changed(comparisons=[["gspo", "grpo"]], interest=0.1, outcome="held_out"))
+    assert study.comparisons == (("gspo", "grpo"),) and study.interest == 0.1 and study.outcome == "held_out"
     copy = tmp_path / "study.yaml"
     copy.write_text(dump_study(study))
     assert load_study(copy) == study
@@ -240,6 +240,7 @@ def test_comparisons_are_declared_with_the_study(tmp_path):
             {"seeds": [0], "comparisons": [["gspo", "grpo"]]},
             r"comparisons\[0\]: 'gspo' and 'grpo' have no seed in common",
         ),
+        ({"outcome": "heldout"}, "outcome: .*sampled.*held_out.*heldout"),
         ({"interest": 0}, "interest: expected a difference of reward above 0, got 0.0"),
         ({"interest": float("nan")}, "interest: expected a difference of reward above 0, got nan"),
     ],

@@ -108,6 +108,7 @@ def test_declared_comparisons_without_runs_are_told(tmp_path):
 @pytest.mark.parametrize(
     ("declared", "words"),
     [
+        ("outcome: final", r"study\.yaml: outcome must be sampled or held_out, got .final."),
         ("interest: abc", r"study\.yaml: interest, the smallest difference that counts, must be above 0, got 'abc'"),
         ("interest: true", "must be above 0, got True"),
         ("comparisons: a", r"comparisons must be a list of pairs \[arm, other\], got 'a'"),

@@ -202,6 +202,24 @@ def test_the_reward_of_demonstrations_is_nobodys_final_reward():
     assert np.isnan(final_rewards(without).set_index("arm")["final"]["gspo"])
 
 
+def test_a_study_may_declare_held_out_reward_as_what_it_compares():
+    study = study_of({"grpo": EIGHT, "gspo": EIGHT})
+    rows = [
+        {"arm": arm, "seed": seed, "step": step, "reward": reward}
+        for arm, at_end in (("grpo", 0.6), ("gspo", 0.8))
+        for seed in range(8)
+        for step, reward in ((0, 0.4), (4, at_end))
+    ]
+    study = replace(study, evals=pd.DataFrame(rows))
+    (sampled,) = comparisons(study)
+    assert sampled.result.difference.estimate == 0 and sampled.held_out.difference.estimate == pytest.approx(0.2)
+    declared = replace(study, config={**study.config, "outcome": "held_out"})
+    assert comparisons(declared)[0].result.difference.estimate == pytest.approx(0.2)
+    table = final_rewards(declared).set_index("arm")
+    assert table["final"].to_dict() == pytest.approx({"grpo": 0.6, "gspo": 0.8})
+    assert set(table["measured"]) == {"held out"} and (table["failed"] == 0).all()
+
+
 def test_which_methods_answer_themselves_agrees_with_training():
     from moe_rl.objectives import OBJECTIVES
     from moe_rl.training import RunConfig
