@@ -22,10 +22,18 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from moe_rl.measure.decoding import decoded_logps
 from moe_rl.measure.metrics import ratio_metrics, ratio_range_metrics
 from moe_rl.measure.noise_floor import experts_computed_by, experts_implementation, first_line
-from moe_rl.measure.scoring import Score, Scored, TokenBatch, check_measured, score_live, score_replayed, text_logps
+from moe_rl.measure.scoring import (
+    Score,
+    Scored,
+    TokenBatch,
+    check_measured,
+    decoded_logps,
+    score_live,
+    score_replayed,
+    text_logps,
+)
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, site_change
 
 LAYOUTS = {
