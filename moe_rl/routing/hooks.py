@@ -68,7 +68,7 @@ class Tap:
         self.thread = 0  # that opened the contexts
         self.users = 0
         self.call: Call | None = None
-        self._left: list[CacheState] = []  # by the last call on each, newest first
+        self.left: list[CacheState] = []  # by the last call on each, newest first
         self._entered: dict[int, Selection] = {}  # and not left, by site
         self._looked: set[int] = set()  # sites without `arrival` whose output was looked at in this context
         self.words: Tensor | None = None  # input_ids of the whole model's call, where it has a part with the routers
@@ -121,7 +121,7 @@ class Tap:
         self._handles.clear()
         self._steered = False
         self.checkpoints.unfollow()
-        self._left = []
+        self.left = []
 
     def abandon(self) -> None:
         """Leave modes that a KeyboardInterrupt left open (torch runs no hook then), and forget the call."""
@@ -135,9 +135,8 @@ class Tap:
         return Routers(self.names, fixed, self.probes, name, type(self.boundary).__name__)
 
     def scope(self, index: int) -> tuple[nn.Module, ...]:
-        """The modules in which the selection of a site happens: the router, or a holder of it (DBRX)."""
-        depth = self.probes[index].depth if self.probes else 0
-        return self.sites[index].modules if depth == 0 else (self.sites[index].parents[depth - 1],)
+        """The modules in which the selection of a site happens."""
+        return self.sites[index].scope(self.probes[index].depth if self.probes else 0)
 
     def experts(self, index: int) -> nn.Module | None:
         """The module that the selected ids reach, where they reach one as they are."""
@@ -170,7 +169,7 @@ class Tap:
                 self.abandon()  # a call that was interrupted, inside this very context
             if torch.is_grad_enabled():
                 self.checkpoints.follow()  # gradient checkpointing may have been switched on since
-        call.goes_on(self._left)
+        call.goes_on(self.left)
         for listener in self.listeners:
             listener.begin(call)
         for index, probe in enumerate(self.probes):
@@ -188,10 +187,10 @@ class Tap:
         call.close(self.names)
         self.prove(call)
         cache = call.cache if call.cache is not None else cache_left(output)
-        self._left = [one for one in self._left if not (one.holds(cache) or one.holds(None))]
+        self.left = [one for one in self.left if not (one.holds(cache) or one.holds(None))]
         if cache is not None:
             call.left = CacheState(cache, call.past + call.length)
-            self._left = [call.left, *self._left]
+            self.left = [call.left, *self.left]
         for listener in self.listeners:
             listener.end(call)
         call.forget()
@@ -326,7 +325,7 @@ class Tap:
             raise refusals.of_another_thread(f"a context of {type(self.boundary).__name__}", self.thread)
         self.thread = threading.get_ident()
         if not self.listeners:
-            self.lost, self._left = None, []
+            self.lost, self.left = None, []
         if listener.steers and self.lost is None:
             self.lost = torch.zeros(len(self.sites), dtype=torch.int64, device=device_of(self.boundary))
         self._looked.clear()

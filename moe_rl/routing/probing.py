@@ -103,12 +103,8 @@ class _Force(Listener):
 def forced_forward(tap: Tap, forced: list[Tensor], batch: int, length: int) -> tuple[Tensor, list[Tensor | None]]:
     """Output under forced routes, and what each site used."""
     listener = _Force(tap, forced)
-    outer, tap.listeners = tap.listeners, []
-    try:
-        with tap.listen(listener):
-            out = forward(tap, batch, length)
-    finally:
-        tap.listeners = outer
+    with tap.listen(listener):
+        out = forward(tap, batch, length)
     if listener.used is None:
         raise UnsupportedModelError(f"{type(tap.boundary).__name__} was not called by {type(tap.root).__name__}")
     return out, listener.used
@@ -154,7 +150,7 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
 def quiet(tap: Tap) -> Iterator[None]:
     """Nothing is proven, compiled or differentiated, and afterwards buffers and numbers are those of before."""
     model, tap.examining = tap.boundary, True
-    outer, tap.listeners = tap.listeners, []  # a context may be open already
+    outer, tap.listeners = (tap.listeners, tap.lost, tap.left), []  # a context may be open already
     held = [(module, dict(module._buffers), _numbers(module)) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     with ExitStack() as stack:
@@ -166,7 +162,7 @@ def quiet(tap: Tap) -> Iterator[None]:
         try:
             yield
         finally:
-            tap.examining, tap.listeners = False, outer
+            tap.examining, (tap.listeners, tap.lost, tap.left) = False, outer
             for module, own, numbers in held:  # a dynamic rotary embedding makes new ones, for the length of a text
                 module._buffers.update(own)
                 vars(module).update(numbers)
@@ -229,13 +225,10 @@ def scope_of(tap: Tap, index: int, depth: int) -> tuple[nn.Module, ...]:
     site = tap.sites[index]
     if depth > len(site.parents):
         raise refused(tap, index, "selects experts without torch.topk, in a way that is not known")
-    if depth == 0:
-        return site.modules
-    holder = site.parents[depth - 1]
-    inside = {id(m) for m in holder.modules()}
-    if any(id(m) in inside for i, other in enumerate(tap.sites) if i != index for m in other.modules):
+    inside = {m for module in site.scope(depth) for m in module.modules()} if depth else set()
+    if any(m in inside for i, other in enumerate(tap.sites) if i != index for m in other.modules):
         raise refused(tap, index, "makes no selection of its own, and the module around it holds several routers")
-    return (holder,)
+    return site.scope(depth)
 
 
 @contextmanager
@@ -245,7 +238,7 @@ def evidence(tap: Tap, depths: list[int] | None = None) -> Iterator[list[Seen]]:
     seen = [Seen() for _ in tap.sites]
     with ExitStack() as stack:
         for site, depth, found in zip(tap.sites, depths, seen, strict=True):
-            for module in site.modules if depth == 0 else (site.parents[depth - 1],):
+            for module in site.scope(depth):
                 stack.callback(module.register_forward_hook(partial(_returned, found)).remove)
             for name, module in site.parents[0].named_children() if site.parents else ():
                 if module not in site.modules:

@@ -33,6 +33,10 @@ class Site:
         """The router; where PEFT holds two, the copy that it trains."""
         return self.modules[-1]
 
+    def scope(self, depth: int) -> tuple[nn.Module, ...]:
+        """The modules in which the selection happens: the router, or the holder that many levels up (DBRX)."""
+        return self.modules if depth == 0 else (self.parents[depth - 1],)
+
     def __repr__(self) -> str:
         return f"Site({self.name!r}, {type(self.module).__name__}{', fixed' if self.fixed else ''})"
 
@@ -56,12 +60,12 @@ def find_sites(model: nn.Module) -> list[Site]:
         )
     named = dict(model.named_modules())
     registered = tuple({cls for m in named.values() for cls in _router_classes(m)})
-    found = {name for name, module in named.items() if isinstance(module, registered)} if registered else set()
+    found = {name for name, module in named.items() if isinstance(module, registered)}
     routers = {name for name in found if not any(n.startswith(name + ".") and not _twin(name, n) for n in found)}
     if not routers:
         raise UnsupportedModelError(_why_no_router(named))
-    attributes = {canonical_site(name).rpartition(".")[2] for name in routers}
     places = {_place(name, named) for name in routers}
+    attributes = {attribute for _, attribute in places}
     fixed = {
         name
         for name in named
@@ -124,14 +128,12 @@ def _twin(outer: str, inner: str) -> bool:
 
 
 def _inside(name: str, routers: set[str]) -> bool:
-    return any(name.startswith(r + ".") or canonical_site(r) == canonical_site(name) for r in routers)
+    return any(name.startswith(r + ".") or _twin(r, name) for r in routers)
 
 
 def _place(name: str, named: dict[str, nn.Module]) -> tuple[type, str]:
     """The class of the holder and the attribute: what routers of different layers have in common."""
-    full = canonical_site(name)
-    holder = next(iter(_parents(name, named)), None)
-    return type(holder), full.rpartition(".")[2]
+    return type(next(_parents(name, named), None)), canonical_site(name).rpartition(".")[2]
 
 
 def _parents(name: str, named: dict[str, nn.Module]) -> Iterator[nn.Module]:
