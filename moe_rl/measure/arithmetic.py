@@ -81,18 +81,9 @@ class GapSums:
         if counts is None or not counts.tokens_total:
             raise CannotRun("no token to measure")
         found: dict[str, float | int] = {}
-        for level, (changed, of) in changed_of(counts).items():
+        for level, (changed, of) in counts.levels().items():
             found |= {f"{level}_change": changed / of, f"{level}s_changed": changed, f"{level}s": of}
         return found | gap_split(*(joined(part) for part in (self.natural, self.replayed, self.masks)))
-
-
-def changed_of(counts: ChangeCounts) -> dict[str, tuple[int, int]]:
-    """The three definitions of a change, by name: how many changed, of how many."""
-    return {
-        "slot": (counts.slots_changed, counts.slots_total),
-        "site": (counts.sites_changed, counts.sites_total),
-        "token": (counts.tokens_changed, counts.tokens_total),
-    }
 
 
 def gap_split(
@@ -250,7 +241,7 @@ def _pieces(variant: str, text: TokenBatch) -> list[_Piece]:
         moved = repadded(text, variant.removeprefix("padding_"))
         return [] if torch.equal(moved.attention_mask, text.attention_mask) else [_Piece(0, size, moved)]
     if variant.startswith("batch_1"):
-        rows = [text.rows(i, i + 1) for i in range(size)] if size > 1 else []
+        rows = text.pieces(1) if size > 1 else []
         if variant == "batch_1_unpadded":
             rows = [_without_padding(row) for row in rows]
         return [_Piece(i, i + 1, row) for i, row in enumerate(rows)]

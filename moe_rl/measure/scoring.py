@@ -39,6 +39,10 @@ class TokenBatch:
     def rows(self, start: int, stop: int) -> "TokenBatch":
         return self.each(lambda part: part[start:stop])
 
+    def pieces(self, size: int) -> list["TokenBatch"]:
+        """The batch in parts of so many sequences; the last may have fewer."""
+        return [self.rows(start, start + size) for start in range(0, len(self.input_ids), size)]
+
 
 def check_measured(text: TokenBatch) -> None:
     """Raises ValueError where the first token of a sequence is to be measured."""

@@ -23,19 +23,10 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer, Shaped, UInt
 from torch import Tensor
 
-from moe_rl.routing.counts import ChangeCounts, Routes, aligned, change_counts
+from moe_rl.routing.counts import ChangeCounts as ChangeCounts
+from moe_rl.routing.counts import Routes, aligned
+from moe_rl.routing.counts import change_counts as change_counts
 from moe_rl.routing.packing import differing_rows, rows_at_once
-
-__all__ = [
-    "ChangeCounts",
-    "change_counts",
-    "deviation_histogram",
-    "flips_per_token",
-    "jaccard",
-    "site_change",
-    "slot_change",
-    "token_change",
-]
 
 
 def slot_change(old: Routes, new: Routes) -> Float[Tensor, "*rows L"]:

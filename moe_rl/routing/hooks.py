@@ -129,14 +129,17 @@ class Tap:
             self._entered.popitem()[1].__exit__(None, None, None)
         self.call = self.words = None
 
-    def routers(self) -> Routers:
-        """What is known of them, apart from the model."""
-        name, fixed = getattr(self.boundary.config, "name_or_path", "") or "", [site.fixed for site in self.sites]
-        return Routers(self.names, fixed, self.probes, name, type(self.boundary).__name__)
+    def routers(self, names: list[str]) -> Routers:
+        """What is known of them, apart from the model. names: of the sites, where a context was opened."""
+        model, fixed = getattr(self.boundary.config, "name_or_path", "") or "", [site.fixed for site in self.sites]
+        return Routers(tuple(names), fixed, self.probes, model, type(self.boundary).__name__)
 
-    def scope(self, index: int) -> tuple[nn.Module, ...]:
-        """The modules in which the selection of a site happens."""
-        return self.sites[index].scope(self.probes[index].depth if self.probes else 0)
+    def scope(self, index: int, depth: int | None = None) -> tuple[nn.Module, ...]:
+        """The modules in which the selection of a site happens: the router, or a holder of it (DBRX), so many levels up
+        (default: as many as the self-check found)."""
+        if depth is None:
+            depth = self.probes[index].depth if self.probes else 0
+        return self.sites[index].modules if depth == 0 else (self.sites[index].parents[depth - 1],)
 
     def experts(self, index: int) -> nn.Module | None:
         """The module that the selected ids reach, where they reach one as they are."""

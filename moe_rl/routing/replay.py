@@ -40,10 +40,11 @@ class Replay(Listener):
         check_tokens: bool,
         once: bool,
     ) -> None:
-        one_width(tap.routers())
+        self._routers = tap.routers(names)
+        one_width(self._routers)
         if not isinstance(routes, RoutedExperts):
             raise RoutingError(f"routes must be RoutedExperts (recording.routes), got {type(routes).__name__}")
-        self._tap, self._names, self._once = tap, tuple(names), once
+        self._tap, self._once = tap, once
         chosen = set(range(len(names)) if sites is None else match_sites(names, sites))
         where = _aligned(routes, names, chosen, tap)
         self._sites = [i for i in sorted(chosen) if not tap.sites[i].fixed]

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moe_rl.routing.counts import Routes, in_order_of, refuse_other_tokens
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import check_integers, chunks, token_mask
-from moe_rl.routing.routes import RoutedExperts, unpack_ids
+from moe_rl.routing.packing import check_integers, chunks, token_mask, unpack_ids
+from moe_rl.routing.routes import RoutedExperts
 
 
 def expert_load(

@@ -33,10 +33,6 @@ class Site:
         """The router; where PEFT holds two, the copy that it trains."""
         return self.modules[-1]
 
-    def scope(self, depth: int) -> tuple[nn.Module, ...]:
-        """The modules in which the selection happens: the router, or the holder that many levels up (DBRX)."""
-        return self.modules if depth == 0 else (self.parents[depth - 1],)
-
     def __repr__(self) -> str:
         return f"Site({self.name!r}, {type(self.module).__name__}{', fixed' if self.fixed else ''})"
 
