@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 
 from moe_rl.routing import refusals
 from moe_rl.routing.calls import Call, Listener, Routers, cache_left, device_of
-from moe_rl.routing.checkpoints import Checkpoints, same, stack
+from moe_rl.routing.checkpoints import CHECKPOINT_FUNCTIONS, SWITCH, Segments, same
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
 from moe_rl.routing.kv_cache import CacheState
-from moe_rl.routing.selection import Selection, Selector, beneath
+from moe_rl.routing.selection import Selection, Selector, beneath, stack
 from moe_rl.routing.sites import Site
 from moe_rl.routing.traced import no_type_check
 
@@ -75,7 +75,9 @@ class Tap:
         self.lost: Any = None  # [L]: rows that were forced and not used; None where nothing is forced
         self._handles: list[Any] = []
         self._steered = False  # hooks are on the routers of all sites, not only where they alone show the ids
-        self.checkpoints = Checkpoints(self)
+        self.resumed: dict[int, Call] = {}  # that a segment is run again of, by the thread that does
+        self._checkpointed: list[nn.Module] = []  # the modules that have, or may get, a checkpoint function
+        self._followed: list[tuple[nn.Module, str]] = []
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -92,8 +94,12 @@ class Tap:
                 else:
                     hook = _Hook(self.before_experts, index)
                     self._handles.append(experts.register_forward_pre_hook(hook, with_kwargs=True))
-            self.checkpoints.find()
-            self.checkpoints.follow()
+            self._checkpointed = [
+                module
+                for module in self.modules
+                if hasattr(type(module), SWITCH) or SWITCH in (own := module.__dict__) or "checkpoint_fn" in own
+            ]
+            self.follow()
         if steer and not self._steered:
             self._steered = True
             for index in range(len(self.sites)):
@@ -109,6 +115,15 @@ class Tap:
         self._handles.append(module.register_forward_pre_hook(_Hook(before, *first), with_kwargs=True))
         self._handles.append(module.register_forward_hook(_Hook(after, *first), always_call=True))
 
+    def follow(self) -> None:
+        """Stand in for the checkpoint functions that are not followed yet."""
+        for module in self._checkpointed:
+            for name in CHECKPOINT_FUNCTIONS:
+                own = vars(module).get(name)
+                if callable(own) and not isinstance(own, Segments):
+                    setattr(module, name, Segments(self, own))
+                    self._followed.append((module, name))
+
     def whole(self) -> PreTrainedModel | None:
         """The outermost model of which `boundary` is the language part, which it may call with embeddings of text and
         images; it alone is given the tokens."""
@@ -120,7 +135,11 @@ class Tap:
             handle.remove()
         self._handles.clear()
         self._steered = False
-        self.checkpoints.unfollow()
+        for module, name in self._followed:
+            own = vars(module).get(name)
+            if isinstance(own, Segments):
+                setattr(module, name, own.original)
+        self._followed.clear()
         self.left = []
 
     def abandon(self) -> None:
@@ -171,7 +190,7 @@ class Tap:
             if self._entered:
                 self.abandon()  # a call that was interrupted, inside this very context
             if torch.is_grad_enabled():
-                self.checkpoints.follow()  # gradient checkpointing may have been switched on since
+                self.follow()  # gradient checkpointing may have been switched on since
         call.goes_on(self.left)
         for listener in self.listeners:
             listener.begin(call)
@@ -272,11 +291,11 @@ class Tap:
         if compiling():
             return self.call
         thread = threading.get_ident()
-        return self.checkpoints.resumed.get(thread) or (self.call if thread == self.thread else None)
+        return self.resumed.get(thread) or (self.call if thread == self.thread else None)
 
     def asking(self, index: int) -> Call | None:
         """The Call under which a router runs; None where it is left to itself. Anything that is neither is refused."""
-        if not self.listeners and not self.checkpoints.resumed:
+        if not self.listeners and not self.resumed:
             return None
         call = self.now()
         if call is not None and (call.frame is None or not call.open):  # compiled; recomputed
@@ -285,7 +304,7 @@ class Tap:
             return call
         inside, checkpointed = stack(None if call is None else call.frame)
         if call is not None and inside:
-            if checkpointed and call.grad and threading.get_ident() not in self.checkpoints.resumed:
+            if checkpointed and call.grad and threading.get_ident() not in self.resumed:
                 raise refusals.checkpointed_by_hand(self.names[index])
             return call
         if not self.listeners or checkpointed:

@@ -6,6 +6,7 @@ casting) stays the model's code, so that gates are live, exact and differentiabl
 answered: a router that selects otherwise than when it was checked is an error.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from types import FrameType
@@ -27,6 +28,12 @@ FILL = frozenset({torch.masked_fill, torch.Tensor.masked_fill})
 # What is called while answering: not the functions that are answered. Where a router is compiled as a frame of its own,
 # its graph may run under the mode, and would be answered a second time.
 _topk, _masked_fill = torch.ops.aten.topk, torch.ops.aten.masked_fill
+
+_CHECKPOINTING = (
+    os.path.join("torch", "utils", "checkpoint.py"),
+    os.path.join("activation_checkpointing", "checkpointing.py"),
+)
+_known: dict[str, bool] = {}  # file names that were looked at
 
 Holes = Literal["none", "rows", "slots"]
 
@@ -148,6 +155,24 @@ def beneath(frame: FrameType | None) -> bool:
     while own is not None and own is not frame:
         own = own.f_back
     return own is not None
+
+
+@no_type_check
+def stack(until: FrameType | None) -> tuple[bool, bool]:
+    """Whether the caller of the caller runs beneath the frame `until`, and whether a checkpoint function lies between.
+
+    By file name, because nothing else in torch says, before it happens, that a forward will be run again.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    checkpointed = False
+    while frame is not None and frame is not until:
+        name = frame.f_code.co_filename
+        found = _known.get(name)
+        if found is None:
+            found = _known[name] = name.endswith(_CHECKPOINTING)
+        checkpointed = checkpointed or found
+        frame = frame.f_back
+    return frame is not None, checkpointed
 
 
 @no_type_check
