@@ -21,8 +21,9 @@ from moe_rl.routing.calls import Call, Listener, device_of
 from moe_rl.routing.contexts import acquire
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.hooks import Tap
+from moe_rl.routing.partial import completed
 from moe_rl.routing.router_stats import boundary_margin
-from moe_rl.routing.selection import MAX, TOPK, Job, Selection, Selector, completed
+from moe_rl.routing.selection import MAX, TOPK, Job, Selection, Selector
 from moe_rl.routing.sequential_max import WithLogits
 
 

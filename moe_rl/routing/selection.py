@@ -10,15 +10,15 @@ import os
 import sys
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from moe_rl.routing import refusals
+from moe_rl.routing.partial import Holes, completed, fill
 from moe_rl.routing.traced import no_type_check
 
 TOPK = frozenset({torch.topk, torch.Tensor.topk})
@@ -27,15 +27,13 @@ LINEAR = frozenset({torch.nn.functional.linear, torch.mm, torch.matmul, torch.Te
 FILL = frozenset({torch.masked_fill, torch.Tensor.masked_fill})
 # What is called while answering: not the functions that are answered. Where a router is compiled as a frame of its own,
 # its graph may run under the mode, and would be answered a second time.
-_topk, _masked_fill = torch.ops.aten.topk, torch.ops.aten.masked_fill
+_topk = torch.ops.aten.topk
 
 _CHECKPOINTING = (
     os.path.join("torch", "utils", "checkpoint.py"),
     os.path.join("activation_checkpointing", "checkpointing.py"),
 )
 _known: dict[str, bool] = {}  # file names that were looked at
-
-Holes = Literal["none", "rows", "slots"]
 
 
 @dataclass(frozen=True)
@@ -111,41 +109,6 @@ class Job:
             forced = completed(forced, self.forced)
             holes = self.holes if self.holes == "none" or holes == self.holes else "slots"
         self.forced, self.holes = forced, holes
-
-
-@no_type_check
-def is_held(forced: Tensor, num_experts: int) -> Tensor:
-    """`[..,E]` bool: the experts that a row forces; -1 forces nothing."""
-    mask = torch.zeros((*forced.shape[:-1], num_experts + 1), dtype=torch.bool, device=forced.device)
-    return mask.scatter(-1, forced.where(forced >= 0, num_experts), True)[..., :-1]
-
-
-@no_type_check
-def fill(forced: Tensor, live: Tensor, scores: Tensor, holes: Holes) -> Tensor:
-    """`forced` with its -1 decided live: a whole row as the router would; single slots by the best of the rest."""
-    if holes == "none":
-        return forced
-    rows = forced >= 0
-    if holes == "slots":
-        held = is_held(forced, scores.shape[-1])
-        rest = _topk(_masked_fill(scores, held, float("-inf")), forced.shape[-1])[1]
-        nth = (~rows).cumsum(-1).sub(1).clamp(min=0)
-        forced, rows = forced.where(rows, rest.gather(-1, nth)), rows.any(-1, keepdim=True)
-    return forced.where(rows, live)
-
-
-@no_type_check
-def completed(own: Int[Tensor, "N K"], other: Int[Tensor, "N K"]) -> Int[Tensor, "N K"]:
-    """What an inner and an outer context force together: `own`, its -1 filled with the experts of `other`'s row that it
-    does not have, in their order; what of it remains -1 has no expert in either.
-
-    >>> completed(torch.tensor([[5, -1, -1], [-1, -1, -1]]), torch.tensor([[2, 5, 3], [2, 5, -1]])).tolist()
-    [[5, 2, 3], [2, 5, -1]]
-    """
-    free = (other >= 0) & ~(other[:, :, None] == own[:, None, :]).any(-1)
-    rest = other.where(free, -1).gather(-1, (~free).to(torch.uint8).argsort(dim=-1, stable=True))
-    holes = own < 0
-    return own.where(~holes, rest.gather(-1, holes.cumsum(-1).sub(1).clamp(min=0)))
 
 
 @no_type_check
