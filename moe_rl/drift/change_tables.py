@@ -11,7 +11,6 @@ from scipy.special import stdtrit
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from moe_rl.measure.arithmetic import changed_of
 from moe_rl.measure.moments import Moments
 from moe_rl.routing import ChangeCounts, RoutedExperts, flips_per_token, slot_change
 
@@ -20,7 +19,7 @@ def rates_of(counts: ChangeCounts) -> dict[str, dict[str, float]]:
     """Slot, site and token change: rate, numerator, denominator."""
     return {
         level: {"rate": changed / of if of else float("nan"), "changed": changed, "of": of}
-        for level, (changed, of) in changed_of(counts).items()
+        for level, (changed, of) in counts.levels().items()
     }
 
 

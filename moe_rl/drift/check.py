@@ -27,7 +27,7 @@ from moe_rl.policy.models import check_path, taken_for_hub_id, vocabulary_of
 from moe_rl.policy.tiny import ModelError
 from moe_rl.routing import UnsupportedModelError, routing_sites
 from moe_rl.routing.arrays import pad_left_aligned
-from moe_rl.routing.skeleton import sites_of
+from moe_rl.routing.others import sites_of
 from moe_rl.study.words import count
 
 Say = Callable[[str], None]

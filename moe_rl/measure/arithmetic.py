@@ -22,10 +22,18 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from moe_rl.measure.decoding import decoded_logps
 from moe_rl.measure.metrics import ratio_metrics, ratio_range_metrics
 from moe_rl.measure.noise_floor import experts_computed_by, experts_implementation, first_line
-from moe_rl.measure.scoring import Score, Scored, TokenBatch, check_measured, score_live, score_replayed, text_logps
+from moe_rl.measure.scoring import (
+    Score,
+    Scored,
+    TokenBatch,
+    check_measured,
+    decoded_logps,
+    score_live,
+    score_replayed,
+    text_logps,
+)
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, site_change
 
 LAYOUTS = {
@@ -73,18 +81,9 @@ class GapSums:
         if counts is None or not counts.tokens_total:
             raise CannotRun("no token to measure")
         found: dict[str, float | int] = {}
-        for level, (changed, of) in changed_of(counts).items():
+        for level, (changed, of) in counts.levels().items():
             found |= {f"{level}_change": changed / of, f"{level}s_changed": changed, f"{level}s": of}
         return found | gap_split(*(joined(part) for part in (self.natural, self.replayed, self.masks)))
-
-
-def changed_of(counts: ChangeCounts) -> dict[str, tuple[int, int]]:
-    """The three definitions of a change, by name: how many changed, of how many."""
-    return {
-        "slot": (counts.slots_changed, counts.slots_total),
-        "site": (counts.sites_changed, counts.sites_total),
-        "token": (counts.tokens_changed, counts.tokens_total),
-    }
 
 
 def gap_split(
@@ -242,7 +241,7 @@ def _pieces(variant: str, text: TokenBatch) -> list[_Piece]:
         moved = repadded(text, variant.removeprefix("padding_"))
         return [] if torch.equal(moved.attention_mask, text.attention_mask) else [_Piece(0, size, moved)]
     if variant.startswith("batch_1"):
-        rows = [text.rows(i, i + 1) for i in range(size)] if size > 1 else []
+        rows = text.pieces(1) if size > 1 else []
         if variant == "batch_1_unpadded":
             rows = [_without_padding(row) for row in rows]
         return [_Piece(i, i + 1, row) for i, row in enumerate(rows)]

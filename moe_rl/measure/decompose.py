@@ -26,9 +26,8 @@ rounding of the experts' products, which may depend on how many rows an expert h
 1e-6 nats with AVX2. Equal weights give exactly 0 in every part.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -160,7 +159,9 @@ def decompose(
     text = TokenBatch(input_ids, attention_mask, completion_mask, temperature)
     check_measured(text)
     parts = []
-    for piece in _pieces(text, batch_size):
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size counts sequences and must be at least 1, got {batch_size}")
+    for piece in text.pieces(batch_size or max(len(text.input_ids), 1)):
         old, new = score_live(old_model, piece), score_live(new_model, piece)
         parts.append(decompose_scored(old_model, new_model, piece, old, new, per_site=per_site))
     return _join(parts)
@@ -215,11 +216,11 @@ def score_sites(
                 (kept, new.routes, alone, replayed),
                 (new.routes, kept, others, new.logps),
             ):
-                with ExitStack() as stack:
-                    if differs:
-                        stack.enter_context(replay_routes(model, outer))
-                        stack.enter_context(replay_routes(model, inner, sites=site))
-                    found.append(text_logps(model, text) if differs else without)
+                if not differs:
+                    found.append(without)
+                    continue
+                with replay_routes(model, outer), replay_routes(model, inner, sites=site):
+                    found.append(text_logps(model, text))
     return torch.stack(alone), torch.stack(others)
 
 
@@ -246,26 +247,10 @@ def combine(
     )
 
 
-def _pieces(text: TokenBatch, batch_size: int | None) -> Iterator[TokenBatch]:
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size counts sequences and must be at least 1, got {batch_size}")
-    size = batch_size or max(len(text.input_ids), 1)
-    for start in range(0, len(text.input_ids), size):
-        yield text.rows(start, start + size)
-
-
 def _join(parts: list[Decomposition]) -> Decomposition:
-    if len(parts) == 1:
-        return parts[0]
+    def cat(values: list[Any]) -> Any:
+        if values[0] is None:
+            return None
+        return RoutedExperts.cat(values) if isinstance(values[0], RoutedExperts) else torch.cat(values, -2)
 
-    def cat(name: str, axis: int = 0) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts], axis)
-
-    sited = parts[0].site_alone is not None
-    return Decomposition(
-        **{name: cat(name) for name in ("old", "new_weights", "new_routes", "new", "mask")},
-        old_routes=RoutedExperts.cat([part.old_routes for part in parts]),
-        new_routes_taken=RoutedExperts.cat([part.new_routes_taken for part in parts]),
-        site_alone=cat("site_alone", 1) if sited else None,
-        site_last=cat("site_last", 1) if sited else None,
-    )
+    return Decomposition(**{name: cat([vars(part)[name] for part in parts]) for name in vars(parts[0])})

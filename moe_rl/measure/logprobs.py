@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from moe_rl.measure.head import LogitMap, threaded_head_logps
 from moe_rl.measure.other_heads import logit_map_of, warn_once, whole_logits_logps
 from moe_rl.measure.shared_prompts import SharedPrompts, packed
-from moe_rl.objectives.ratios import as_bool_mask
+from moe_rl.objectives.ratios import as_bool_mask, check_shapes
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,7 @@ def token_logps(
         raise ValueError(f"chunk_size counts tokens and must be at least 1, got {chunk_size}")
     lm = causal_lm(model)
     B, T = input_ids.shape
-    for name, mask in (("attention_mask", attention_mask), ("completion_mask", completion_mask)):
-        if mask.shape != input_ids.shape:
-            raise ValueError(f"{name}: expected the shape of input_ids, {(B, T)}, got {tuple(mask.shape)}")
+    check_shapes(input_ids, {"attention_mask": attention_mask, "completion_mask": completion_mask}, "input_ids")
     attended = as_bool_mask(attention_mask, "attention_mask")
     completion = as_bool_mask(completion_mask, "completion_mask")
     if (completion & ~attended).any():

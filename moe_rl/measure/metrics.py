@@ -161,13 +161,10 @@ def extreme(values: Float[Tensor, " n"], which: Literal["min", "max"]) -> Float[
 def change_metrics(counts: ChangeCounts) -> dict[str, Any]:
     """Change counts under the three definitions (slot, site, token), by routing site, and as histograms; each changed
     count with its denominator. The same names for two policies, for two engines and for the noise floor."""
-    return {
-        "slots_changed": counts.slots_changed,
-        "slots": counts.slots_total,
-        "sites_changed": counts.sites_changed,
-        "sites": counts.sites_total,
-        "tokens_changed": counts.tokens_changed,
-        "tokens": counts.tokens_total,
+    found: dict[str, Any] = {}
+    for level, (changed, of) in counts.levels().items():
+        found |= {f"{level}s_changed": changed, f"{level}s": of}
+    return found | {
         "site_names": counts.sites,
         "site_slots_changed": counts.per_site_slots_changed,
         "site_slots": counts.per_site_slots_total,

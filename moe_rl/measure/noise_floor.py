@@ -64,7 +64,7 @@ class NoiseFloor:
         size = len(text.input_ids)
         if size > 1:
             step = -(-size // PIECES)
-            pieces = [score_live(model, text.rows(i, i + step)) for i in range(0, size, step)]
+            pieces = [score_live(model, piece) for piece in text.pieces(step)]
             whole = Scored(torch.cat([p.logps for p in pieces]), RoutedExperts.cat([p.routes for p in pieces]))
             yield Variant("batch", f"{size} sequences at once and in pieces of {step}", whole)
         own = experts_implementation(model)

@@ -104,6 +104,7 @@ def mismatch_metrics(
         log_ppl_diff = means[1] - means[0]
         shift = (p - q).abs()
         total = d.sum(1)[rows].clamp(-_VERL_BOUND, _VERL_BOUND)
+        nan = shift.new_tensor(torch.nan)  # of a single token
         return {
             "token_mult_prob_error": tokens.abs().exp().mean(),
             "seq_mult_prob_error_min": extreme(per_sequence, "min"),
@@ -114,8 +115,8 @@ def mismatch_metrics(
             "sampling_importance_ratio": tokens.exp().mean(),
             "rollout_probs_diff_mean": shift.mean(),
             "rollout_probs_diff_max": extreme(shift, "max"),
-            "rollout_probs_diff_std": shift.std() if len(shift) > 1 else shift.new_tensor(float("nan")),
-            "rollout_actor_probs_pearson_corr": _pearson(p, q),
+            "rollout_probs_diff_std": shift.std() if len(shift) > 1 else nan,
+            "rollout_actor_probs_pearson_corr": torch.corrcoef(torch.stack([p, q]))[0, 1] if len(p) > 1 else nan,
             "log_ppl_diff": log_ppl_diff.mean(),
             "log_ppl_abs_diff": log_ppl_diff.abs().mean(),
             "ppl_ratio": log_ppl_diff.exp().mean(),
@@ -155,12 +156,6 @@ def importance_weight_metrics(
             "rollout_is_eff_sample_size": tokens.mean().square() / tokens.square().mean(),
             "rollout_is_seq_max_deviation": extreme((by_sequence - 1).abs(), "max"),
         }
-
-
-def _pearson(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-    if len(a) < 2:
-        return a.new_tensor(float("nan"))
-    return torch.corrcoef(torch.stack([a, b]))[0, 1]
 
 
 _NEMO, _VERL, _PRIME = "NeMo-RL", "verl", "prime-rl"

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe_rl.objectives.ratios import as_bool_mask
+from moe_rl.objectives.ratios import as_bool_mask, check_shapes
 from moe_rl.routing import RoutedExperts
 
 
@@ -128,10 +128,9 @@ def share_prompts(
     >>> share_prompts(ids, mask, mask & (ids > 2)).input_ids  # 6 and 7 are last tokens
     tensor([[1, 2, 5]])
     """
-    B, T = input_ids.shape
-    for name, given in (("attention_mask", attention_mask), ("completion_mask", completion_mask), ("routes", routes)):
-        if given is not None and given.shape[:2] != (B, T):
-            raise ValueError(f"{name}: expected the shape of input_ids, {(B, T)}, got {tuple(given.shape[:2])}")
+    routed = None if routes is None else routes.packed[:, :, 0, 0]
+    masks = {"attention_mask": attention_mask, "completion_mask": completion_mask}
+    check_shapes(input_ids, {**masks, "routes": routed}, "input_ids")
     if longest is not None and longest < 1:
         raise ValueError(f"longest counts tokens and must be at least 1, got {longest}")
     attended = as_bool_mask(attention_mask, "attention_mask")
@@ -144,7 +143,7 @@ def share_prompts(
     if not N:
         raise ValueError("no sequence has two tokens, so that nothing is predicted")
     source, segment_of, response_of = (np.full((R, N), -1) for _ in range(3))
-    place = np.full((B, T), -1)
+    place = np.full(input_ids.shape, -1)
     for r, row in enumerate(rows):
         end = 0
         for number, part in enumerate(row):

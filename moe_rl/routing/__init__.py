@@ -2,17 +2,9 @@
 
 from moe_rl.routing.attach import Attachment, attach
 from moe_rl.routing.calls import Recording
-from moe_rl.routing.change import (
-    ChangeCounts,
-    change_counts,
-    deviation_histogram,
-    flips_per_token,
-    jaccard,
-    site_change,
-    slot_change,
-    token_change,
-)
+from moe_rl.routing.change import deviation_histogram, flips_per_token, jaccard, site_change, slot_change, token_change
 from moe_rl.routing.contexts import record_routes, replay_routes
+from moe_rl.routing.counts import ChangeCounts, change_counts
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.replay import Replay
 from moe_rl.routing.rerun import (

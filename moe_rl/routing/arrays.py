@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.packing import LIVE, as_mask, check_integers
@@ -175,11 +176,7 @@ def check_layers(sites: Sequence[str], chosen: Sequence[int], captured: np.ndarr
 
 def pad_left_aligned(parts: Sequence[Tensor], fill: int) -> Tensor:
     """Tensors `[T_b, ...]` of one tail as `[B,T,...]`, `fill` behind the shorter ones."""
-    longest = max(len(part) for part in parts)
-    padded = parts[0].new_full((len(parts), longest, *parts[0].shape[1:]), fill)
-    for row, part in zip(padded, parts, strict=True):
-        row[: len(part)] = part
-    return padded
+    return pad_sequence(list(parts), batch_first=True, padding_value=fill)
 
 
 def _layers_by_name(sites: Sequence[str], num_layers: int) -> list[int]:

@@ -227,7 +227,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 class Routers(NamedTuple):
     """What a recording knows of a model. It holds nothing of the model itself, and may outlive it."""
 
-    names: list[str]
+    names: tuple[str, ...]
     fixed: list[bool]  # see Site
     probes: list[Selector]  # what the self-check learned of each
     model: str
@@ -251,14 +251,14 @@ def _rows_of(call: Call, name: str, ids: Tensor | None) -> Tensor:
     return ids
 
 
-def wrapped(routers: Routers, names: tuple[str, ...], packed: Tensor, tokens: Tensor) -> RoutedExperts:
+def wrapped(routers: Routers, packed: Tensor, tokens: Tensor) -> RoutedExperts:
     """Packed ids and tokens (-1 = unknown) as RoutedExperts that say where they come from."""
     meta: dict[str, Any] = {"model": routers.model, "class": routers.family, "transformers": transformers.__version__}
-    if fixed := [name for name, fixed in zip(names, routers.fixed, strict=True) if fixed]:
+    if fixed := [name for name, fixed in zip(routers.names, routers.fixed, strict=True) if fixed]:
         meta["hash_routed"] = fixed  # a table over token ids, which may name an expert twice
     experts = [probe.num_experts for probe in routers.probes]
     known = tokens if bool((tokens >= 0).any()) else None
-    return RoutedExperts._trusted(packed, names, experts, tokens=known, meta=meta)
+    return RoutedExperts._trusted(packed, routers.names, experts, tokens=known, meta=meta)
 
 
 @no_type_check
@@ -290,9 +290,9 @@ class Recording(Listener):
 
     steers = False
 
-    def __init__(self, routers: Routers, names: list[str]) -> None:
+    def __init__(self, routers: Routers) -> None:
         one_width(routers)
-        self._routers, self._names = routers, tuple(names)
+        self._routers = routers
         self._dtype = packed_dtype(max(probe.num_experts for probe in routers.probes))
         self._seen = Collected(torch.iinfo(self._dtype).max, -1)
 
@@ -301,7 +301,7 @@ class Recording(Listener):
         self._seen.end(call, packed, tokens_of(call, packed))
 
     def _wrap(self, parts: tuple[Tensor, ...]) -> RoutedExperts:
-        return wrapped(self._routers, self._names, *parts)
+        return wrapped(self._routers, *parts)
 
     @property
     def steps(self) -> list[RoutedExperts]:

@@ -23,19 +23,10 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer, Shaped, UInt
 from torch import Tensor
 
-from moe_rl.routing.counts import ChangeCounts, Routes, aligned, change_counts
+from moe_rl.routing.counts import ChangeCounts as ChangeCounts
+from moe_rl.routing.counts import Routes, aligned
+from moe_rl.routing.counts import change_counts as change_counts
 from moe_rl.routing.packing import differing_rows, rows_at_once
-
-__all__ = [
-    "ChangeCounts",
-    "change_counts",
-    "deviation_histogram",
-    "flips_per_token",
-    "jaccard",
-    "site_change",
-    "slot_change",
-    "token_change",
-]
 
 
 def slot_change(old: Routes, new: Routes) -> Float[Tensor, "*rows L"]:
@@ -47,7 +38,7 @@ def slot_change(old: Routes, new: Routes) -> Float[Tensor, "*rows L"]:
     >>> slot_change(torch.tensor([[[3, 0]], [[1, 2]]]), torch.tensor([[[0, 1]], [[2, 1]]])).flatten()
     tensor([0.5000, 0.0000])
     """
-    changed, _, k = _changed_slots(old, new)
+    changed, k = _changed_slots(old, new)
     return changed / k
 
 
@@ -68,7 +59,7 @@ def flips_per_token(old: Routes, new: Routes) -> Int[Tensor, "*rows"]:
 
 def jaccard(old: Routes, new: Routes) -> Float[Tensor, "*rows L"]:
     """|old ∩ new| / |old ∪ new| per (token, site), float32: (K-d)/(K+d) if d slots changed; 1 if none."""
-    changed, _, k = _changed_slots(old, new)
+    changed, k = _changed_slots(old, new)
     return (k - changed.float()) / (k + changed.float())
 
 
@@ -82,28 +73,23 @@ def deviation_histogram(
     return change_counts(old, new, mask).deviation
 
 
-def _changed_slots(old: Routes, new: Routes) -> tuple[UInt[Tensor, "*rows L"], Bool[Tensor, "*rows L"], int]:
-    """Slots changed (0 without a route on both sides), whether both have a route, and K."""
+def _changed_slots(old: Routes, new: Routes) -> tuple[UInt[Tensor, "*rows L"], int]:
+    """Slots changed, and K."""
     a, b = aligned(old, new)
-    return *changed_slots(a, b), a.shape[-1]
+    return changed_slots(a, b), a.shape[-1]
 
 
-def changed_slots(
-    old: Integer[Tensor, "*rows K"], new: Integer[Tensor, "*rows K"]
-) -> tuple[UInt[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
-    """K - |old ∩ new| of each row as uint8, and whether both rows have a route; without, the count is 0.
+def changed_slots(old: Integer[Tensor, "*rows K"], new: Integer[Tensor, "*rows K"]) -> UInt[Tensor, "*rows"]:
+    """K - |old ∩ new| of each row as uint8; 0 unless both rows have a route.
 
     Unsigned ids are taken as packed (`pack_ids`), signed ones are packed on the way.
     """
     rows, k = old.shape[:-1], old.shape[-1]
     changed = torch.zeros(rows.numel(), dtype=torch.uint8, device=old.device)
-    both = torch.ones(rows.numel(), dtype=torch.bool, device=old.device)
     flat_old, flat_new = old.reshape(-1, k), new.reshape(-1, k)
     step = rows_at_once(old)
     for start in range(0, len(changed), step):
         part = slice(start, start + step)
-        index, count, routed = differing_rows(flat_old[part], flat_new[part])
+        index, count, _ = differing_rows(flat_old[part], flat_new[part])
         changed[part][index] = count
-        if routed is not None:
-            both[part] = routed
-    return changed.view(rows), both.view(rows)
+    return changed.view(rows)

@@ -21,18 +21,7 @@ import numpy as np
 from jaxtyping import Int, UInt
 from torch import Tensor
 
-from moe_rl.routing.packing import row_words
-
-__all__ = [
-    "ascending",
-    "check_ascending",
-    "exchange_bits",
-    "exchanges",
-    "gaps",
-    "set_bits",
-    "with_exchanges",
-    "without_gaps",
-]
+from moe_rl.routing.packing import planes_of, shared_slots, unequal_rows
 
 _ROWS = 1 << 15  # rows at a time, so that a plane (one slot of them all) and its neighbours stay in the cache
 
@@ -78,7 +67,7 @@ def check_ascending(rows: Rows, num_experts: int, repeats: bool = False) -> None
     """ValueError unless every row is all sentinel, or of ascending ids below `num_experts`; `repeats`: or equal."""
     live = np.iinfo(rows.dtype).max
     for start in range(0, len(rows), _ROWS):
-        planes = np.ascontiguousarray(rows[start : start + _ROWS].T)
+        planes = planes_of(rows[start : start + _ROWS])
         good = planes[-1] < num_experts
         for low, high in pairwise(planes):
             good &= low <= high if repeats else low < high
@@ -94,17 +83,14 @@ def exchanges(old: Rows, new: Rows) -> tuple[Int[np.ndarray, " X"], UInt[np.ndar
     Rows ascend, and slots within a row. A row without a route, or with an expert twice, on either side exchanges all.
     """
     dtype = np.uint8 if old.shape[1] <= 256 else np.uint16
-    differ = np.zeros(len(old), dtype=bool)
-    for x, y in zip(row_words(old), row_words(new), strict=True):
-        differ |= x != y
-    index = np.flatnonzero(differ)
+    index = np.flatnonzero(unequal_rows(old, new))
     found = [(index[:0], np.empty(0, dtype), np.empty(0, old.dtype))]
     for start in range(0, len(index), _ROWS):
         part = index[start : start + _ROWS]
         after = new.take(part, 0)
-        a, b = (np.ascontiguousarray(x.T) for x in (old.take(part, 0), after))
+        a, b = planes_of(old.take(part, 0)), planes_of(after)
         whole = (a[1:] == a[:-1]).any(0) | (b[1:] == b[:-1]).any(0)
-        gone, come = (np.ascontiguousarray((whole | ~_shared(x, y)).T) for x, y in ((a, b), (b, a)))
+        gone, come = (np.ascontiguousarray((whole | ~shared_slots(x, y)).T) for x, y in ((a, b), (b, a)))
         row, slot = np.nonzero(gone)
         found.append((part.take(row), slot.astype(dtype), after[come]))
     row, slot, expert = (np.concatenate(parts) for parts in zip(*found, strict=True))
@@ -127,7 +113,7 @@ def _by_planes(rows: Rows, change: Callable[[list[np.ndarray]], list[np.ndarray]
     out = np.empty_like(rows)
     for start in range(0, len(rows), _ROWS):
         part = slice(start, start + _ROWS)
-        out[part] = np.stack(change(list(np.ascontiguousarray(rows[part].T))), 1)
+        out[part] = np.stack(change(list(planes_of(rows[part]))), 1)
     return out
 
 
@@ -159,11 +145,3 @@ def _network(n: int) -> list[tuple[int, int]]:
             d, q, r = q - p, q >> 1, p
         p >>= 1
     return found
-
-
-def _shared(planes: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """[K,N]: which slots hold an expert that the other row holds too."""
-    hit = planes == others[0]
-    for plane in others[1:]:
-        hit |= planes == plane
-    return hit

@@ -142,7 +142,7 @@ def record_routes(model: nn.Module) -> Iterator[Recording]:
     was compiled without `attach`, for packed continuous batching, and for a forward in which a router did not run.
     """
     tap, names = acquire(model)
-    recording = Recording(tap.routers(), names)
+    recording = Recording(tap.routers(names))
     with tap.listen(recording):
         yield recording
 

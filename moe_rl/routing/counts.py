@@ -102,6 +102,14 @@ class ChangeCounts:
         p = self.per_site_changed.double() / total
         return float((weight * (count - mean) ** 2).sum() / (p * (1 - p)).sum())
 
+    def levels(self) -> dict[str, tuple[int, int]]:
+        """The three definitions of a change, by name: how many changed, of how many."""
+        return {
+            "slot": (self.slots_changed, self.slots_total),
+            "site": (self.sites_changed, self.sites_total),
+            "token": (self.tokens_changed, self.tokens_total),
+        }
+
     def rates(self) -> dict[str, float]:
         """Fractions slot_change, site_change, token_change, and mean jaccard of (token, site) pairs; also
         flips_per_token (sites per token) and overdispersion (ratio of variances). NaN without a denominator.
@@ -110,9 +118,7 @@ class ChangeCounts:
         d = torch.arange(k + 1, device="cpu")
         overlap = float((self.deviation.double() * (k - d) / (k + d)).sum())
         return {
-            "slot_change": quotient(self.slots_changed, self.slots_total),
-            "site_change": quotient(self.sites_changed, self.sites_total),
-            "token_change": quotient(self.tokens_changed, self.tokens_total),
+            **{f"{level}_change": quotient(*counted) for level, counted in self.levels().items()},
             "flips_per_token": quotient(self.sites_changed, self.tokens_total),
             "jaccard": quotient(overlap, self.sites_total),
             "overdispersion": self.overdispersion,

@@ -27,7 +27,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moe_rl.routing import experts_reference as plain
 from moe_rl.routing.errors import RoutingError, UnsupportedExpertsError
 from moe_rl.routing.experts_sorted import check_experts, compute_dtype, dtype_name, sorted_mm
 
@@ -265,4 +264,33 @@ def _megablocks_backend() -> Backend:
     return Backend(ops.sort, ops.histogram, ops.inclusive_cumsum, ops.gather, gmm, ops.scatter)
 
 
-REFERENCE = Backend(plain.sort, plain.histogram, torch.cumsum, plain.gather, plain.gmm, plain.scatter)
+# -- the same operations in plain torch; `bin_ids` and `bins`, where each expert's rows start, are for kernels ---------
+
+
+def _sort(ids: Tensor, end_bit: int) -> tuple[Tensor, Tensor]:
+    return torch.sort(ids, stable=True)
+
+
+def _histogram(ids: Tensor, num_experts: int) -> Tensor:
+    return (ids == torch.arange(num_experts, device=ids.device)[:, None]).sum(1, dtype=torch.int32)
+
+
+def _gather(x: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, top_k: int) -> Tensor:
+    # Expand, then permute: in the backward pass every slot is written once and a token's K gradients
+    # are summed in one reduction, as in the kernels, instead of being accumulated K times in bf16.
+    return x.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, x.shape[-1])[indices]
+
+
+def _gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool) -> Tensor:
+    matrices = (b.mT if trans_b else b).unbind(0)
+    return torch.cat([x @ w for x, w in zip(a.split(batch_sizes.tolist()), matrices, strict=True)])
+
+
+def _scatter(x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor, bins: Tensor, top_k: int) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    slots = x[torch.argsort(indices)]
+    weighted = (slots.to(wide) * weights.to(wide)[:, None]).to(x.dtype)
+    return weighted.view(-1, top_k, x.shape[-1]).sum(1)
+
+
+REFERENCE = Backend(_sort, _histogram, torch.cumsum, _gather, _gmm, _scatter)

@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 
 from moe_rl.routing import refusals
 from moe_rl.routing.calls import Call, Listener, Routers, cache_left, device_of
-from moe_rl.routing.checkpoints import Checkpoints, same, stack
+from moe_rl.routing.checkpoints import CHECKPOINT_FUNCTIONS, SWITCH, Segments, same
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
 from moe_rl.routing.kv_cache import CacheState
-from moe_rl.routing.selection import Selection, Selector, beneath
+from moe_rl.routing.selection import Selection, Selector, beneath, stack
 from moe_rl.routing.sites import Site
 from moe_rl.routing.traced import no_type_check
 
@@ -68,14 +68,16 @@ class Tap:
         self.thread = 0  # that opened the contexts
         self.users = 0
         self.call: Call | None = None
-        self._left: list[CacheState] = []  # by the last call on each, newest first
+        self.left: list[CacheState] = []  # by the last call on each, newest first
         self._entered: dict[int, Selection] = {}  # and not left, by site
         self._looked: set[int] = set()  # sites without `arrival` whose output was looked at in this context
         self.words: Tensor | None = None  # input_ids of the whole model's call, where it has a part with the routers
         self.lost: Any = None  # [L]: rows that were forced and not used; None where nothing is forced
         self._handles: list[Any] = []
         self._steered = False  # hooks are on the routers of all sites, not only where they alone show the ids
-        self.checkpoints = Checkpoints(self)
+        self.resumed: dict[int, Call] = {}  # that a segment is run again of, by the thread that does
+        self._checkpointed: list[nn.Module] = []  # the modules that have, or may get, a checkpoint function
+        self._followed: list[tuple[nn.Module, str]] = []
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -92,8 +94,12 @@ class Tap:
                 else:
                     hook = _Hook(self.before_experts, index)
                     self._handles.append(experts.register_forward_pre_hook(hook, with_kwargs=True))
-            self.checkpoints.find()
-            self.checkpoints.follow()
+            self._checkpointed = [
+                module
+                for module in self.modules
+                if hasattr(type(module), SWITCH) or SWITCH in (own := module.__dict__) or "checkpoint_fn" in own
+            ]
+            self.follow()
         if steer and not self._steered:
             self._steered = True
             for index in range(len(self.sites)):
@@ -109,6 +115,15 @@ class Tap:
         self._handles.append(module.register_forward_pre_hook(_Hook(before, *first), with_kwargs=True))
         self._handles.append(module.register_forward_hook(_Hook(after, *first), always_call=True))
 
+    def follow(self) -> None:
+        """Stand in for the checkpoint functions that are not followed yet."""
+        for module in self._checkpointed:
+            for name in CHECKPOINT_FUNCTIONS:
+                own = vars(module).get(name)
+                if callable(own) and not isinstance(own, Segments):
+                    setattr(module, name, Segments(self, own))
+                    self._followed.append((module, name))
+
     def whole(self) -> PreTrainedModel | None:
         """The outermost model of which `boundary` is the language part, which it may call with embeddings of text and
         images; it alone is given the tokens."""
@@ -120,8 +135,12 @@ class Tap:
             handle.remove()
         self._handles.clear()
         self._steered = False
-        self.checkpoints.unfollow()
-        self._left = []
+        for module, name in self._followed:
+            own = vars(module).get(name)
+            if isinstance(own, Segments):
+                setattr(module, name, own.original)
+        self._followed.clear()
+        self.left = []
 
     def abandon(self) -> None:
         """Leave modes that a KeyboardInterrupt left open (torch runs no hook then), and forget the call."""
@@ -129,14 +148,16 @@ class Tap:
             self._entered.popitem()[1].__exit__(None, None, None)
         self.call = self.words = None
 
-    def routers(self) -> Routers:
-        """What is known of them, apart from the model."""
-        name, fixed = getattr(self.boundary.config, "name_or_path", "") or "", [site.fixed for site in self.sites]
-        return Routers(self.names, fixed, self.probes, name, type(self.boundary).__name__)
+    def routers(self, names: list[str]) -> Routers:
+        """What is known of them, apart from the model. names: of the sites, where a context was opened."""
+        model, fixed = getattr(self.boundary.config, "name_or_path", "") or "", [site.fixed for site in self.sites]
+        return Routers(tuple(names), fixed, self.probes, model, type(self.boundary).__name__)
 
-    def scope(self, index: int) -> tuple[nn.Module, ...]:
-        """The modules in which the selection of a site happens: the router, or a holder of it (DBRX)."""
-        depth = self.probes[index].depth if self.probes else 0
+    def scope(self, index: int, depth: int | None = None) -> tuple[nn.Module, ...]:
+        """The modules in which the selection of a site happens: the router, or a holder of it (DBRX), so many levels up
+        (default: as many as the self-check found)."""
+        if depth is None:
+            depth = self.probes[index].depth if self.probes else 0
         return self.sites[index].modules if depth == 0 else (self.sites[index].parents[depth - 1],)
 
     def experts(self, index: int) -> nn.Module | None:
@@ -169,8 +190,8 @@ class Tap:
             if self._entered:
                 self.abandon()  # a call that was interrupted, inside this very context
             if torch.is_grad_enabled():
-                self.checkpoints.follow()  # gradient checkpointing may have been switched on since
-        call.goes_on(self._left)
+                self.follow()  # gradient checkpointing may have been switched on since
+        call.goes_on(self.left)
         for listener in self.listeners:
             listener.begin(call)
         for index, probe in enumerate(self.probes):
@@ -188,10 +209,10 @@ class Tap:
         call.close(self.names)
         self.prove(call)
         cache = call.cache if call.cache is not None else cache_left(output)
-        self._left = [one for one in self._left if not (one.holds(cache) or one.holds(None))]
+        self.left = [one for one in self.left if not (one.holds(cache) or one.holds(None))]
         if cache is not None:
             call.left = CacheState(cache, call.past + call.length)
-            self._left = [call.left, *self._left]
+            self.left = [call.left, *self.left]
         for listener in self.listeners:
             listener.end(call)
         call.forget()
@@ -270,11 +291,11 @@ class Tap:
         if compiling():
             return self.call
         thread = threading.get_ident()
-        return self.checkpoints.resumed.get(thread) or (self.call if thread == self.thread else None)
+        return self.resumed.get(thread) or (self.call if thread == self.thread else None)
 
     def asking(self, index: int) -> Call | None:
         """The Call under which a router runs; None where it is left to itself. Anything that is neither is refused."""
-        if not self.listeners and not self.checkpoints.resumed:
+        if not self.listeners and not self.resumed:
             return None
         call = self.now()
         if call is not None and (call.frame is None or not call.open):  # compiled; recomputed
@@ -283,7 +304,7 @@ class Tap:
             return call
         inside, checkpointed = stack(None if call is None else call.frame)
         if call is not None and inside:
-            if checkpointed and call.grad and threading.get_ident() not in self.checkpoints.resumed:
+            if checkpointed and call.grad and threading.get_ident() not in self.resumed:
                 raise refusals.checkpointed_by_hand(self.names[index])
             return call
         if not self.listeners or checkpointed:
@@ -326,7 +347,7 @@ class Tap:
             raise refusals.of_another_thread(f"a context of {type(self.boundary).__name__}", self.thread)
         self.thread = threading.get_ident()
         if not self.listeners:
-            self.lost, self._left = None, []
+            self.lost, self.left = None, []
         if listener.steers and self.lost is None:
             self.lost = torch.zeros(len(self.sites), dtype=torch.int64, device=device_of(self.boundary))
         self._looked.clear()

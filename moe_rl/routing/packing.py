@@ -145,36 +145,46 @@ def differing_rows(
 
 def _differing_numpy(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     old_rows, new_rows = old.contiguous().numpy(), new.contiguous().numpy()
-    a, b = row_words(old_rows), row_words(new_rows)
-    differ = a[0] != b[0]
-    for x, y in zip(a[1:], b[1:], strict=True):
-        differ |= x != y
-    index = np.flatnonzero(differ)
-    changed = _changed_by_slot(old_rows.take(index, 0), new_rows.take(index, 0))
-    live = np.iinfo(a[0].dtype).max  # a row without a route is the sentinel in every slot
-    routed = None
-    if any(len(x) and x.max() == live for x in (a[0], b[0])):
-        routed = (a[0] != live) & (b[0] != live)
+    index = np.flatnonzero(unequal_rows(old_rows, new_rows))
+    hit = shared_slots(*(planes_of(rows.take(index, 0)) for rows in (old_rows, new_rows)))
+    changed = len(hit) - np.add.reduce(hit.view(np.uint8), axis=0, dtype=np.uint8)
+    a, b = (_row_words(rows)[0] for rows in (old_rows, new_rows))
+    live, routed = np.iinfo(a.dtype).max, None  # a row without a route is the sentinel in every slot
+    if any(len(x) and x.max() == live for x in (a, b)):
+        routed = (a != live) & (b != live)
         changed *= routed.take(index)
     kept = np.flatnonzero(changed)  # the others are the same sets in another order
     found = torch.from_numpy(index.take(kept)), torch.from_numpy(changed.take(kept))
     return *found, None if routed is None else torch.from_numpy(routed)
 
 
-def row_words(rows: np.ndarray) -> list[np.ndarray]:
+def _row_words(rows: np.ndarray) -> list[np.ndarray]:
     """Rows of ids as columns of the largest words that divide a row."""
     size = math.gcd(rows.shape[1] * rows.itemsize, 8)
     return list(rows.view(f"u{size}").T)
 
 
-def _changed_by_slot(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    # A slot of `old` is shared if it equals any slot of `new`: K·K comparisons of planes (one slot of many rows), which
-    # vectorise. numpy transposes bytes five times faster than torch does on the CPU, which is much of the work.
-    a, b = (np.ascontiguousarray(x.T) for x in (old, new))
-    hit = a == b[0]
-    for plane in b[1:]:
-        hit |= a == plane
-    return len(b) - np.add.reduce(hit.view(np.uint8), axis=0, dtype=np.uint8)
+def unequal_rows(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """`[N]` bool: whose bytes differ."""
+    (a, b), *rest = zip(_row_words(old), _row_words(new), strict=True)
+    differ = a != b
+    for a, b in rest:
+        differ |= a != b
+    return differ
+
+
+def planes_of(rows: np.ndarray) -> np.ndarray:
+    """`[K,N]`: planes, each one slot of many rows, on which comparisons vectorise. numpy transposes bytes five times
+    faster than torch does on the CPU, which is much of the work."""
+    return np.ascontiguousarray(rows.T)
+
+
+def shared_slots(planes: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """`[K,N]` bool: which slots hold an expert that the other row holds too, by K·K comparisons."""
+    hit = planes == others[0]
+    for plane in others[1:]:
+        hit |= planes == plane
+    return hit
 
 
 def _differing_torch(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -33,13 +33,13 @@ def refused(tap: Tap, index: int, why: str) -> UnsupportedModelError:
 
 @dataclass
 class Seen:
-    """What one site did in one forward."""
+    """What one site did in one forward. ranked: of each topk number of experts, k, ids, and how many linear maps came
+    before it."""
 
-    ranked: list[tuple[int, int, Tensor]] = field(default_factory=list)  # experts, k, ids of each topk
-    maxima: list[int] = field(default_factory=list)
-    linear: list[int] = field(default_factory=list)  # output widths of linear maps before the last topk
+    ranked: list[tuple[int, int, Tensor, int]] = field(default_factory=list)
+    maxima: int = 0
+    linear: list[int] = field(default_factory=list)  # output widths of linear maps
     masked: list[int] = field(default_factory=list)  # widths of what was filled
-    linear_at_topk: list[int] = field(default_factory=list)
     output: tuple[Any, ...] = ()
     arrived: list[tuple[str, dict[int | str, Any]]] = field(default_factory=list)  # calls of the modules beside it
     ran: int = 0
@@ -73,14 +73,13 @@ class _Watch(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func in TOPK:
             scores = args[0] if args else kwargs["input"]
-            self.seen.ranked.append((scores.shape[-1], out[1].shape[-1], out[1].detach()))
-            self.seen.linear_at_topk.append(len(self.seen.linear))
+            self.seen.ranked.append((scores.shape[-1], out[1].shape[-1], out[1].detach(), len(self.seen.linear)))
         elif func in LINEAR and isinstance(out, Tensor) and out.ndim:
             self.seen.linear.append(out.shape[-1])
         elif func in FILL:
             self.seen.masked.append(args[0].shape[-1])
         elif func in MAX and kwargs and "dim" in kwargs:
-            self.seen.maxima.append(args[0].shape[-1])
+            self.seen.maxima += 1
         return out
 
 
@@ -103,12 +102,8 @@ class _Force(Listener):
 def forced_forward(tap: Tap, forced: list[Tensor], batch: int, length: int) -> tuple[Tensor, list[Tensor | None]]:
     """Output under forced routes, and what each site used."""
     listener = _Force(tap, forced)
-    outer, tap.listeners = tap.listeners, []
-    try:
-        with tap.listen(listener):
-            out = forward(tap, batch, length)
-    finally:
-        tap.listeners = outer
+    with tap.listen(listener):
+        out = forward(tap, batch, length)
     if listener.used is None:
         raise UnsupportedModelError(f"{type(tap.boundary).__name__} was not called by {type(tap.root).__name__}")
     return out, listener.used
@@ -154,7 +149,7 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
 def quiet(tap: Tap) -> Iterator[None]:
     """Nothing is proven, compiled or differentiated, and afterwards buffers and numbers are those of before."""
     model, tap.examining = tap.boundary, True
-    outer, tap.listeners = tap.listeners, []  # a context may be open already
+    outer, tap.listeners = (tap.listeners, tap.lost, tap.left), []  # a context may be open already
     held = [(module, dict(module._buffers), _numbers(module)) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     with ExitStack() as stack:
@@ -166,7 +161,7 @@ def quiet(tap: Tap) -> Iterator[None]:
         try:
             yield
         finally:
-            tap.examining, tap.listeners = False, outer
+            tap.examining, (tap.listeners, tap.lost, tap.left) = False, outer
             for module, own, numbers in held:  # a dynamic rotary embedding makes new ones, for the length of a text
                 module._buffers.update(own)
                 vars(module).update(numbers)
@@ -229,13 +224,10 @@ def scope_of(tap: Tap, index: int, depth: int) -> tuple[nn.Module, ...]:
     site = tap.sites[index]
     if depth > len(site.parents):
         raise refused(tap, index, "selects experts without torch.topk, in a way that is not known")
-    if depth == 0:
-        return site.modules
-    holder = site.parents[depth - 1]
-    inside = {id(m) for m in holder.modules()}
-    if any(id(m) in inside for i, other in enumerate(tap.sites) if i != index for m in other.modules):
+    inside = {m for module in tap.scope(index, depth) for m in module.modules()} if depth else set()
+    if any(m in inside for i, other in enumerate(tap.sites) if i != index for m in other.modules):
         raise refused(tap, index, "makes no selection of its own, and the module around it holds several routers")
-    return (holder,)
+    return tap.scope(index, depth)
 
 
 @contextmanager
@@ -244,8 +236,8 @@ def evidence(tap: Tap, depths: list[int] | None = None) -> Iterator[list[Seen]]:
     depths = depths or [p.depth for p in tap.probes]
     seen = [Seen() for _ in tap.sites]
     with ExitStack() as stack:
-        for site, depth, found in zip(tap.sites, depths, seen, strict=True):
-            for module in site.modules if depth == 0 else (site.parents[depth - 1],):
+        for index, (site, depth, found) in enumerate(zip(tap.sites, depths, seen, strict=True)):
+            for module in tap.scope(index, depth):
                 stack.callback(module.register_forward_hook(partial(_returned, found)).remove)
             for name, module in site.parents[0].named_children() if site.parents else ():
                 if module not in site.modules:

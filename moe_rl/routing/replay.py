@@ -11,9 +11,9 @@ from moe_rl.routing.calls import Call, Listener, device_of, one_width, tokens_of
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.hooks import Tap
 from moe_rl.routing.kv_cache import CHANGED
-from moe_rl.routing.packing import check_tensor, shown, unpack_ids
+from moe_rl.routing.packing import shown, unpack_ids
+from moe_rl.routing.partial import Holes, restricted
 from moe_rl.routing.routes import RoutedExperts
-from moe_rl.routing.selection import Holes
 from moe_rl.routing.sites import match_sites, within
 from moe_rl.routing.traced import no_type_check
 
@@ -40,17 +40,18 @@ class Replay(Listener):
         check_tokens: bool,
         once: bool,
     ) -> None:
-        one_width(tap.routers())
+        self._routers = tap.routers(names)
+        one_width(self._routers)
         if not isinstance(routes, RoutedExperts):
             raise RoutingError(f"routes must be RoutedExperts (recording.routes), got {type(routes).__name__}")
-        self._tap, self._names, self._once = tap, tuple(names), once
+        self._tap, self._once = tap, once
         chosen = set(range(len(names)) if sites is None else match_sites(names, sites))
         where = _aligned(routes, names, chosen, tap)
         self._sites = [i for i in sorted(chosen) if not tap.sites[i].fixed]
         packed = routes.packed.to(device_of(tap.boundary))
         self._holes: Holes = "rows" if routes.has_live else "none"
         if tokens is not None or slots is not None:
-            packed = self._restricted(packed, tokens, slots)
+            packed, self._holes = restricted(packed, self._holes, tokens, slots)
         order = [where[i] for i in self._sites]
         packed = packed if order == list(range(packed.shape[2])) else packed[:, :, order]
         self._packed = packed.permute(2, 0, 1, 3)  # [sites,B,T,K]
@@ -65,25 +66,6 @@ class Replay(Listener):
         self._beyond = 0  # rows of last sampled tokens, which the routes do not reach
         self._rows_kept: int | Tensor = 0  # a tensor where it had to be counted: read when asked for, not waited for
         self.reached = False  # whether any call of the model began inside the context
-
-    def _restricted(self, packed: Tensor, tokens: Tensor | None, slots: int | None) -> Tensor:
-        batch, length, _, k = packed.shape
-        if tokens is not None:
-            check_tensor(tokens, "tokens")
-            if tokens.dtype != torch.bool or tokens.shape != (batch, length):
-                raise RoutingError(
-                    f"tokens must be a bool mask [B,T] = {(batch, length)}, True where routes are forced; got "
-                    f"{tokens.dtype} {tuple(tokens.shape)}"
-                )
-            packed = _blanked(packed, ~tokens.to(packed.device)[:, :, None, None])
-            self._holes = "rows"
-        if slots is not None:
-            if not 1 <= slots <= k:
-                raise RoutingError(f"slots must be 1..{k} (experts per token), got {slots}")
-            if slots < k:
-                packed = _blanked(packed, torch.arange(k, device=packed.device) >= slots)
-                self._holes = "slots"
-        return packed
 
     # -- during a call ------------------------------------------------------------------------------------------------
 
@@ -234,8 +216,3 @@ def _aligned(routes: RoutedExperts, names: list[str], chosen: set[int], tap: Tap
         if experts != probe.num_experts or routes.shape[-1] != probe.k:
             raise refusals.other_experts(names[i], probe.k, probe.num_experts, (routes.shape[-1], experts))
     return found
-
-
-def _blanked(packed: Tensor, mask: Tensor) -> Tensor:
-    """The sentinel ("live") where `mask` is True."""
-    return torch.where(mask, packed.new_full((), torch.iinfo(packed.dtype).max), packed)

@@ -21,15 +21,17 @@ from moe_rl.routing.calls import Call, Listener, device_of
 from moe_rl.routing.contexts import acquire
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.hooks import Tap
-from moe_rl.routing.nesting import completed
+from moe_rl.routing.partial import completed
 from moe_rl.routing.router_stats import boundary_margin
 from moe_rl.routing.selection import MAX, TOPK, Job, Selection, Selector
 from moe_rl.routing.sequential_max import WithLogits
 
 
 class _Run(NamedTuple):
-    """A router that is about to run: its name, what is known of it, what it is called with, and its selection bias."""
+    """A router that is about to run: its place among the sites, its name, what is known of it, what it is called with,
+    and its selection bias."""
 
+    site: int
     name: str
     probe: Selector
     module: nn.Module
@@ -88,7 +90,7 @@ class Rerun(Listener):
             return
         job = call.job(index)
         call.open = False  # the experts of a block that runs for this are not those of the call
-        ids = self.choose(_Run(tap.names[index], tap.checked(index, module), module, args, kwargs, job.bias))
+        ids = self.choose(_Run(index, tap.names[index], tap.checked(index, module), module, args, kwargs, job.bias))
         call.open = True
         if job.forced is not None:  # any replay has precedence
             ids = job.forced if job.holes == "none" else completed(job.forced, ids)
@@ -102,17 +104,17 @@ class Rerun(Listener):
 class Moved(Rerun):
     """Finds out what a router would choose if `move` were added to its logits, and has it choose that.
 
-    move: (site by name, the router's input, its logits) -> what is added, fp32.
+    move: (place of the site, the router's input, its logits) -> what is added, fp32.
     """
 
-    def __init__(self, move: Callable[[str, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, move: Callable[[int, Tensor, Tensor], Tensor]) -> None:
         self.move = move
 
     def choose(self, run: _Run) -> Tensor:
         def moved(states: Tensor, logits: Tensor) -> Tensor:
             # At least float32 from here on: in bfloat16 a small move would be rounded away.
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            return wide + self.move(run.name, states, logits).to(wide.device)
+            return wide + self.move(run.site, states, logits).to(wide.device)
 
         return run.choice(WithLogits(run.probe, moved))
 
@@ -148,20 +150,17 @@ class _Watch(TorchFunctionMode):
 class Reading(Rerun):
     """Base class: reads numbers of every token at every site, `[N,...]` of each, while it reruns the routers."""
 
-    def __init__(self, names: list[str]) -> None:
-        self._names = {name: index for index, name in enumerate(names)}
+    def __init__(self, sites: int) -> None:
+        self._sites = sites
         self._now: list[Tensor | None] = []  # of the call that is under way
         self._calls: list[tuple[int, int, list[Tensor | None]]] = []
 
     def begin(self, call: Call) -> None:
         super().begin(call)
-        self._now = [None] * len(self._names)
+        self._now = [None] * self._sites
 
     def end(self, call: Call) -> None:
         self._calls.append((call.batch, call.length, self._now))
-
-    def keep(self, name: str, read: Tensor) -> None:
-        self._now[self._names[name]] = read
 
     @property
     def values(self) -> Float[Tensor, "B T L ..."]:
@@ -197,7 +196,7 @@ class Margins(Reading):
         scores = scores if run.bias is None else scores + run.bias.to(scores.device)
         never = torch.full((len(scores),), float("inf"), device=scores.device)
         margin = boundary_margin(scores.float(), k) if k < experts else never
-        self.keep(run.name, margin.cpu())
+        self._now[run.site] = margin.cpu()
         return ids
 
 
@@ -209,7 +208,7 @@ class RouterLogits(Reading):
             both = [x.detach().reshape(-1, x.shape[-1]) for x in (states, logits)]
             wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in both]
             self.width = wide[0].shape[-1]
-            self.keep(run.name, torch.cat(wide, -1))
+            self._now[run.site] = torch.cat(wide, -1)
             return logits
 
         return run.choice(WithLogits(run.probe, seen))
@@ -242,7 +241,7 @@ def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | No
     if isinstance(sigma, str) or not sigma >= 0:
         raise RoutingError(f"sigma must be a number of at least 0, got {sigma!r}")
 
-    def noise(name: str, states: Tensor, logits: Tensor) -> Tensor:
+    def noise(site: int, states: Tensor, logits: Tensor) -> Tensor:
         device = generator.device if generator is not None else logits.device
         return sigma * torch.randn(logits.shape, generator=generator, device=device, dtype=torch.float32)
 
@@ -264,13 +263,11 @@ def predicted_routes(model: nn.Module, weights: Float[Tensor, "L E H"]) -> Itera
     tap, names = _with_logits(model)
     if weights.ndim != 3 or len(weights) != len(names):
         raise RoutingError(f"weights must be [L,E,H] of {len(names)} sites, got {list(weights.shape)}")
-    of = dict(zip(tap.names, weights, strict=True))
 
-    def prediction(name: str, states: Tensor, logits: Tensor) -> Tensor:
-        own = of[name]
-        if own.shape != (logits.shape[-1], states.shape[-1]):
-            needed = [logits.shape[-1], states.shape[-1]]
-            raise RoutingError(f"site {name}: weights must be [E,H] = {needed}, got {list(own.shape)}")
+    def prediction(site: int, states: Tensor, logits: Tensor) -> Tensor:
+        own, needed = weights[site], [logits.shape[-1], states.shape[-1]]
+        if list(own.shape) != needed:
+            raise RoutingError(f"site {names[site]}: weights must be [E,H] = {needed}, got {list(own.shape)}")
         with torch.autocast(states.device.type, enabled=False):  # it would round a small move away
             return nn.functional.linear(states.to(own.dtype), own.detach())
 
@@ -283,7 +280,7 @@ def record_router_logits(model: nn.Module) -> Iterator[RouterLogits]:
     """Record the input and the logits of every router, in all calls. Outputs are not changed. Inside a replay the
     logits are those of the hidden states that follow it. Raises as `predicted_routes`."""
     tap, _ = _with_logits(model)
-    reading = RouterLogits(tap.names)
+    reading = RouterLogits(len(tap.sites))
     with tap.listen(reading):
         yield reading
 
@@ -360,6 +357,6 @@ def record_margins(model: nn.Module) -> Iterator[Margins]:
             "groups that are open, and a change of scores below half of it can still open another group",
             stacklevel=3,
         )
-    margins = Margins(tap.names)
+    margins = Margins(len(tap.sites))
     with tap.listen(margins):
         yield margins

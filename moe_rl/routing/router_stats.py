@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from moe_rl.routing.counts import Routes, in_order_of, refuse_other_tokens
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import check_integers, chunks, token_mask
-from moe_rl.routing.routes import RoutedExperts, unpack_ids
+from moe_rl.routing.packing import check_integers, chunks, token_mask, unpack_ids
+from moe_rl.routing.routes import RoutedExperts
 
 
 def expert_load(
@@ -62,31 +62,15 @@ def effective_sets(
     >>> effective_sets(torch.tensor([[[0, 1]], [[1, 0]], [[2, 3]], [[3, 2]]]), num_experts=4)
     tensor([2.], dtype=torch.float64)
     """
-    ids = torch.cat([ids for _, ids in _parts(routes, _width(routes, num_experts), mask)])
+    experts = _width(routes, num_experts)
+    narrow = next(t for t in (torch.int8, torch.int16, torch.int32, torch.int64) if experts <= torch.iinfo(t).max + 1)
+    ids = torch.cat([ids.to(narrow) for _, ids in _parts(routes, experts, mask)])
     found = []
     for rows in ids.unbind(1):
         rows = rows[(rows >= 0).all(-1)].sort(-1).values
         shares = torch.unique(rows, dim=0, return_counts=True)[1].double() / len(rows)
         found.append(torch.special.entr(shares).sum().exp() if len(rows) else shares.new_tensor(torch.nan))
     return torch.stack(found)
-
-
-def active_experts(
-    routes: Routes, mask: Shaped[Tensor, "B T"] | None = None, *, num_experts: int | None = None
-) -> Bool[Tensor, "B L E"]:
-    """Which experts of each site a sequence used at least once, over its tokens in mask."""
-    experts, (batch, tokens, sites, _) = _width(routes, num_experts), routes.shape
-    used = torch.zeros(batch, sites, experts + 1, dtype=torch.bool, device=routes.device)
-    for start, ids in _parts(routes, experts, mask):
-        _mark(used, ids, start, tokens)
-    return used[..., :experts]
-
-
-def _mark(used: Bool[Tensor, "B L E_plus_1"], ids: Int[Tensor, "n L K"], start: int, tokens: int) -> None:
-    """Marks the experts of some of the B·T tokens, of which the first has the number `start`; T is `tokens`."""
-    sequence = torch.arange(start, start + len(ids), device=ids.device) // max(1, tokens)
-    bins = _bins(ids, used.shape[-1] - 1) + (sequence * used.shape[1:].numel())[:, None, None]
-    used.view(-1).scatter_(0, bins.flatten(), True)
 
 
 def active_set_churn(
@@ -118,9 +102,10 @@ def active_set_churn(
     used = torch.zeros(2, batch, sites, experts + 1, dtype=torch.bool, device=old.device)
     both_parts = (_parts(routes.to(old.device), experts, mask) for routes in (old, new))
     for (start, a), (_, b) in zip(*both_parts, strict=True):
-        both = (a >= 0) & (b >= 0)
+        sequence = torch.arange(start, start + len(a), device=a.device) // max(1, tokens)
+        first, both = (sequence * used[0, 0].numel())[:, None, None], (a >= 0) & (b >= 0)
         for marked, ids in zip(used, (a, b), strict=True):
-            _mark(marked, ids.where(both, -1), start, tokens)
+            marked.view(-1).scatter_(0, (_bins(ids.where(both, -1), experts) + first).flatten(), True)
     before, after = used[..., :experts]
     return (after & ~before).sum(-1) / after.sum(-1).clamp(min=1)
 

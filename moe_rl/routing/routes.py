@@ -13,11 +13,9 @@ from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.formats import Stored
 from moe_rl.routing.moving import Moved
 from moe_rl.routing.others import FromOthers
-from moe_rl.routing.packing import is_live, pack_ids, shown, unpack_ids, words
+from moe_rl.routing.packing import is_live, shown, unpack_ids, words
 from moe_rl.routing.sites import canonical_site, match_sites
 from moe_rl.routing.validity import checked_tokens, experts_per_site, pack_checked
-
-__all__ = ["RoutedExperts", "canonical_site", "match_sites", "pack_ids", "unpack_ids"]
 
 
 class RoutedExperts(FromOthers, Moved, Stored):

@@ -6,10 +6,11 @@ casting) stays the model's code, so that gates are live, exact and differentiabl
 answered: a router that selects otherwise than when it was checked is an error.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from moe_rl.routing import refusals
-from moe_rl.routing.nesting import completed
+from moe_rl.routing.partial import Holes, completed, fill
 from moe_rl.routing.traced import no_type_check
 
 TOPK = frozenset({torch.topk, torch.Tensor.topk})
@@ -26,9 +27,13 @@ LINEAR = frozenset({torch.nn.functional.linear, torch.mm, torch.matmul, torch.Te
 FILL = frozenset({torch.masked_fill, torch.Tensor.masked_fill})
 # What is called while answering: not the functions that are answered. Where a router is compiled as a frame of its own,
 # its graph may run under the mode, and would be answered a second time.
-_topk, _masked_fill = torch.ops.aten.topk, torch.ops.aten.masked_fill
+_topk = torch.ops.aten.topk
 
-Holes = Literal["none", "rows", "slots"]
+_CHECKPOINTING = (
+    os.path.join("torch", "utils", "checkpoint.py"),
+    os.path.join("activation_checkpointing", "checkpointing.py"),
+)
+_known: dict[str, bool] = {}  # file names that were looked at
 
 
 @dataclass(frozen=True)
@@ -107,33 +112,30 @@ class Job:
 
 
 @no_type_check
-def is_held(forced: Tensor, num_experts: int) -> Tensor:
-    """`[..,E]` bool: the experts that a row forces; -1 forces nothing."""
-    mask = torch.zeros((*forced.shape[:-1], num_experts + 1), dtype=torch.bool, device=forced.device)
-    return mask.scatter(-1, forced.where(forced >= 0, num_experts), True)[..., :-1]
-
-
-@no_type_check
-def fill(forced: Tensor, live: Tensor, scores: Tensor, holes: Holes) -> Tensor:
-    """`forced` with its -1 decided live: a whole row as the router would; single slots by the best of the rest."""
-    if holes == "none":
-        return forced
-    rows = forced >= 0
-    if holes == "slots":
-        held = is_held(forced, scores.shape[-1])
-        rest = _topk(_masked_fill(scores, held, float("-inf")), forced.shape[-1])[1]
-        nth = (~rows).cumsum(-1).sub(1).clamp(min=0)
-        forced, rows = forced.where(rows, rest.gather(-1, nth)), rows.any(-1, keepdim=True)
-    return forced.where(rows, live)
-
-
-@no_type_check
 def beneath(frame: FrameType | None) -> bool:
     """Whether the caller runs inside the call that `frame` is of."""
     own: FrameType | None = sys._getframe(1)
     while own is not None and own is not frame:
         own = own.f_back
     return own is not None
+
+
+@no_type_check
+def stack(until: FrameType | None) -> tuple[bool, bool]:
+    """Whether the caller of the caller runs beneath the frame `until`, and whether a checkpoint function lies between.
+
+    By file name, because nothing else in torch says, before it happens, that a forward will be run again.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    checkpointed = False
+    while frame is not None and frame is not until:
+        name = frame.f_code.co_filename
+        found = _known.get(name)
+        if found is None:
+            found = _known[name] = name.endswith(_CHECKPOINTING)
+        checkpointed = checkpointed or found
+        frame = frame.f_back
+    return frame is not None, checkpointed
 
 
 @no_type_check

@@ -56,7 +56,8 @@ def _learn(tap: Tap) -> list[Selector]:
         idle = [i for i, s in enumerate(seen) if not s.ran]
         if idle:
             raise refused(tap, idle[0], "did not run in a forward of the whole model")
-        deeper = [i for i, s in enumerate(seen) if not _selects(tap, i, s)]
+        choosing = (s.ranked or site.fixed or _by_max(site.module) for s, site in zip(seen, tap.sites, strict=True))
+        deeper = [i for i, chooses in enumerate(choosing) if not chooses]
         if not deeper:
             break
         depths = [d + (i in deeper) for i, d in enumerate(depths)]
@@ -68,11 +69,6 @@ def _learn(tap: Tap) -> list[Selector]:
     _same_output(tap, plain, own, 2, 8)
     _force_others(tap, probes, length=max(8, *(math.ceil(p.num_experts / p.k) for p in probes)))
     return probes
-
-
-def _selects(tap: Tap, index: int, seen: Seen) -> bool:
-    site = tap.sites[index]
-    return bool(seen.ranked) or site.fixed or _by_max(site.module)
 
 
 def _by_max(module: nn.Module) -> bool:
@@ -98,23 +94,23 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
         logits = _last_of(seen.linear, experts)
         by_max = not site.fixed
         answer = SequentialMax if by_max else None
-        return Selector(experts, k, len(seen.maxima), output=place, by_max=by_max, mode=answer, logits=logits)
+        return Selector(experts, k, seen.maxima, output=place, by_max=by_max, mode=answer, logits=logits)
     if not seen.ranked:
         raise refused(tap, index, "selects experts without torch.topk, in a way that is not known")
 
     def selector(call: int, place: int | None = None) -> Selector:
-        experts, k, _ = seen.ranked[call]
+        experts, k, _, maps = seen.ranked[call]
         mode = MaskedSelection if experts in seen.masked else None
-        logits = _last_of(seen.linear[: seen.linear_at_topk[call]], experts)
-        groups, open_groups, _ = seen.ranked[call - 1] if call else seen.ranked[call]
+        logits = _last_of(seen.linear[:maps], experts)
+        groups, open_groups, *_ = seen.ranked[max(0, call - 1)]
         grouped = open_groups < groups < experts
         return Selector(experts, k, len(seen.ranked), call, output=place, mode=mode, logits=logits, grouped=grouped)
 
     for place, ids in integers.items():
-        for call, (_, k, chosen) in reversed(list(enumerate(seen.ranked))):
+        for call, (_, k, chosen, _) in reversed(list(enumerate(seen.ranked))):
             if chosen.numel() == ids.numel() == rows * k and torch.equal(chosen.reshape(-1), ids.reshape(-1)):
                 return selector(call, place)
-    _, k, chosen = seen.ranked[-1]
+    _, k, chosen, _ = seen.ranked[-1]
     if chosen.numel() != rows * k:
         raise refused(
             tap, index, f"its last topk ranks {tuple(chosen.shape)}, expected one row for each of {rows} tokens"

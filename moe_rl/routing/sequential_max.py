@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moe_rl.routing.selection import FILL, LINEAR, MAX, Selection, Selector, is_held
+from moe_rl.routing.partial import is_held
+from moe_rl.routing.selection import FILL, LINEAR, MAX, Selection, Selector
 from moe_rl.routing.traced import no_type_check
 
 

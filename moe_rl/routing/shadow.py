@@ -30,7 +30,7 @@ class ShadowReplay(Replay):
     def end(self, call: Call) -> None:
         super().end(call)
         live = [c if job is None else job.live for job, c in zip(call.jobs, call.chosen, strict=True)]
-        packed = stacked(self._tap.routers(), call, live, self._packed.dtype)
+        packed = stacked(self._routers, call, live, self._packed.dtype)
         device, k = packed.device, packed.shape[-1]
         none = torch.zeros(call.rows, k, device=device)
         with torch.no_grad():
@@ -45,8 +45,8 @@ class ShadowReplay(Replay):
     def shadow(self) -> RoutedExperts:
         """What the routers would have chosen, `[B,T,L,K]`, at hidden states that follow the replay: behind the first
         site not what they choose without a replay, for which a recording outside of the context has to be compared."""
-        packed, tokens, _ = self._shadowed()
-        return wrapped(self._tap.routers(), self._names, packed, tokens)
+        packed, tokens, _ = self._seen.together()
+        return wrapped(self._routers, packed, tokens)
 
     def shadow_change(self, routes: RoutedExperts, mask: Tensor | None = None) -> ChangeCounts:
         """Shadow change: `change_counts` of the replayed routes against `.shadow`, pair "shadow".
@@ -64,7 +64,4 @@ class ShadowReplay(Replay):
         In units of what the router ranks: probabilities, sigmoids or logits, with a selection bias where it has one.
         Group-limited routers may choose a lower sum for the sake of their groups; that counts as 0.
         """
-        return self._shadowed()[2]
-
-    def _shadowed(self) -> tuple[Tensor, ...]:
-        return self._seen.together()
+        return self._seen.together()[2]

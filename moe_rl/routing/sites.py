@@ -56,12 +56,12 @@ def find_sites(model: nn.Module) -> list[Site]:
         )
     named = dict(model.named_modules())
     registered = tuple({cls for m in named.values() for cls in _router_classes(m)})
-    found = {name for name, module in named.items() if isinstance(module, registered)} if registered else set()
+    found = {name for name, module in named.items() if isinstance(module, registered)}
     routers = {name for name in found if not any(n.startswith(name + ".") and not _twin(name, n) for n in found)}
     if not routers:
         raise UnsupportedModelError(_why_no_router(named))
-    attributes = {canonical_site(name).rpartition(".")[2] for name in routers}
     places = {_place(name, named) for name in routers}
+    attributes = {attribute for _, attribute in places}
     fixed = {
         name
         for name in named
@@ -124,14 +124,12 @@ def _twin(outer: str, inner: str) -> bool:
 
 
 def _inside(name: str, routers: set[str]) -> bool:
-    return any(name.startswith(r + ".") or canonical_site(r) == canonical_site(name) for r in routers)
+    return any(name.startswith(r + ".") or _twin(r, name) for r in routers)
 
 
 def _place(name: str, named: dict[str, nn.Module]) -> tuple[type, str]:
     """The class of the holder and the attribute: what routers of different layers have in common."""
-    full = canonical_site(name)
-    holder = next(iter(_parents(name, named)), None)
-    return type(holder), full.rpartition(".")[2]
+    return type(next(_parents(name, named), None)), canonical_site(name).rpartition(".")[2]
 
 
 def _parents(name: str, named: dict[str, nn.Module]) -> Iterator[nn.Module]:

@@ -21,7 +21,7 @@ import torch
 
 from moe_rl.routing import RoutedExperts, RoutingError
 from moe_rl.routing.codec import ascending, check_ascending, exchanges, gaps, with_exchanges, without_gaps
-from moe_rl.routing.routes import match_sites
+from moe_rl.routing.sites import match_sites
 from moe_rl.tables import DamagedTableError, header_of, open_table, read_table, seal_of, write_table
 
 EARLIER, ROUTES, CHANGES = "moe_rl.route_table", "moe_rl.route_table.2", "moe_rl.route_changes"

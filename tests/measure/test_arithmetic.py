@@ -25,8 +25,7 @@ from moe_rl.measure.arithmetic import (
     gap_split,
     repadded,
 )
-from moe_rl.measure.decoding import decoded_logps
-from moe_rl.measure.scoring import Scored, TokenBatch, score_live
+from moe_rl.measure.scoring import Scored, TokenBatch, decoded_logps, score_live
 from moe_rl.routing import RoutedExperts, find_sites, record_routes
 
 COMMON = {

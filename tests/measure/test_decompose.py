@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moe_rl.measure.decoding import decoded_logps
 from moe_rl.measure.decompose import Decomposition, decompose, decompose_update
-from moe_rl.measure.scoring import TokenBatch, in_order_of, score_live
+from moe_rl.measure.scoring import TokenBatch, decoded_logps, in_order_of, score_live
 from moe_rl.measure.weights import copy_weights, temporary_weights
 from moe_rl.routing import RoutedExperts, RoutingError, record_routes, replay_routes, site_change
 

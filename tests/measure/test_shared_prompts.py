@@ -14,8 +14,7 @@ from sweeps import mostly_swept
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.measure import check_shared_prompts, share_prompts, token_logps
-from moe_rl.measure.decoding import decoded_logps
-from moe_rl.measure.scoring import TokenBatch
+from moe_rl.measure.scoring import TokenBatch, decoded_logps
 from moe_rl.measure.shared_prompts import too_long
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 

@@ -312,12 +312,11 @@ def test_the_device_kernel_and_chunk_sizes_agree_with_the_cpu_kernel(pair, rows,
         patch.setattr(packing, "_CPU_ROWS", 4 * rows)
         chunked, in_parts = change.changed_slots(old, new), change_counts(*pair)
         patch.setattr(packing, "_differing_numpy", packing._differing_torch)
-        device = change.changed_slots(old, new)
-    for a, b, c in zip(slots, chunked, device, strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c)
-    assert torch.equal(in_parts.site_deviation, counts.site_deviation) and torch.equal(in_parts.flips, counts.flips)
-    assert in_parts.incomplete_tokens == counts.incomplete_tokens
+        device, on_device = change.changed_slots(old, new), change_counts(*pair)
+    assert torch.equal(slots, chunked) and torch.equal(slots, device)
+    for other in (in_parts, on_device):
+        assert torch.equal(other.site_deviation, counts.site_deviation) and torch.equal(other.flips, counts.flips)
+        assert other.incomplete_tokens == counts.incomplete_tokens
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 8, 10, 16])

@@ -10,7 +10,6 @@ from routing_helpers import random_ids
 
 from moe_rl.routing import active_set_churn, effective_sets, expert_load, load_cv, load_entropy, packing, router_stats
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.router_stats import active_experts
 from moe_rl.routing.routes import RoutedExperts
 
 
@@ -45,6 +44,17 @@ def test_sets_are_counted_over_rows_with_a_route():
     assert effective_sets(ids, ~mask & mask, num_experts=4).isnan().all()
 
 
+@pytest.mark.parametrize(("experts", "size"), [(128, 1), (129, 2), (32769, 4)])
+def test_sets_are_counted_in_as_few_bytes_as_their_ids_need(experts, size, monkeypatch):
+    """All ids at once were int64, eight times what most routes take."""
+    ids, held = torch.tensor([[[0, experts - 1]], [[experts - 1, 0]], [[1, experts - 1]], [[-1, -1]]]), []
+    cat = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda parts: held.append(cat(parts)) or held[-1])
+    shares = torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
+    assert effective_sets(ids, num_experts=experts).item() == pytest.approx(shares.pow(-shares).prod().item())
+    assert [rows.itemsize for rows in held] == [size]
+
+
 def test_balance_by_hand():
     # Even; all on 2 of 8, where CV = sqrt(8/2 - 1) and the entropy is ln 2; nothing at all.
     load = torch.tensor([[5] * 8, [20, 20, 0, 0, 0, 0, 0, 0], [0] * 8])
@@ -54,17 +64,12 @@ def test_balance_by_hand():
     assert load_entropy(load)[2].isnan()
 
 
-def test_active_experts_and_their_churn_by_hand():
+def test_churn_of_the_experts_that_a_sequence_uses_by_hand():
     # One site, K = 2. Sequence 0 used {0,1,2}, then {0,1,3,4}: 2 of 4 are new. Sequence 1: {0,1} both times,
     # though every token changed its experts. Its third token is not counted, sequence 2 has no route.
     old = torch.tensor([[[0, 1], [1, 2], [1, 2]], [[0, 1], [1, 0], [2, 3]], [[-1, -1]] * 3])[:, :, None]
     new = torch.tensor([[[0, 1], [3, 4], [0, 3]], [[1, 0], [0, 1], [4, 3]], [[0, 1]] * 3])[:, :, None]
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1]]).bool()
-    assert active_experts(old, mask, num_experts=5)[:, 0].long().tolist() == [
-        [1, 1, 1, 0, 0],
-        [1, 1, 0, 0, 0],
-        [0, 0, 0, 0, 0],
-    ]
     assert active_set_churn(old, new, mask, num_experts=5)[:2].tolist() == [[0.5], [0.0]]
     assert active_set_churn(old, old, mask, num_experts=5).tolist() == [[0.0]] * 3
     unrouted = old.clone()
@@ -86,7 +91,7 @@ def test_counts_do_not_depend_on_how_many_tokens_are_taken_at_a_time(monkeypatch
     mask = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) < 0.7
 
     def counts():
-        one = [count(old, mask, num_experts=8) for count in (expert_load, effective_sets, active_experts)]
+        one = [count(old, mask, num_experts=8) for count in (expert_load, effective_sets)]
         return [*one, active_set_churn(old, new, mask, num_experts=8)]
 
     whole = counts()

@@ -13,7 +13,7 @@ from routing_helpers import moe, routes_of, tokens
 from tiny_families import families, tiny_config, tiny_model
 
 from moe_rl.routing import RoutedExperts, RoutingError, UnsupportedModelError, slot_change
-from moe_rl.routing.skeleton import sites_of
+from moe_rl.routing.others import sites_of
 
 SITES = ["model.layers.1.mlp.gate", "model.layers.2.mlp.gate"]
 

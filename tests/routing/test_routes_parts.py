@@ -10,7 +10,7 @@ from routing_helpers import SITES, example, random_ids
 
 from moe_rl.routing.change import change_counts, deviation_histogram
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.router_stats import active_experts, active_set_churn, effective_sets, expert_load
+from moe_rl.routing.router_stats import active_set_churn, effective_sets, expert_load
 from moe_rl.routing.routes import RoutedExperts
 
 # Parts
@@ -173,7 +173,6 @@ def test_masks_that_are_no_tensors_are_refused_with_what_makes_one(mask, monkeyp
         lambda: deviation_histogram(routes, routes, mask),
         lambda: expert_load(routes, mask),
         lambda: effective_sets(routes, mask),
-        lambda: active_experts(routes, mask),
         lambda: active_set_churn(routes, routes, mask),
         lambda: routes.to_frame(mask),
         lambda: RoutedExperts.from_vllm([np.ones((4, 2, 2), dtype=int)] * 3, SITES, 8, mask=mask),
