@@ -12,13 +12,17 @@ Line = dict[str, Any]
 
 HEAD = """# What a run survives
 
-After any interruption or fault there is either the identical result, or a clear refusal with nothing lost; no NaN, no
-corruption and no second writer passes for a result. This page is what a campaign against that promise found. The
-campaign writes it (`make reliability`), and goes on where it was stopped; each part can be run alone by the command
-that stands with it. *Identical* means: metrics but for their times, and every byte of weights, optimizers, random
-numbers, waiting batches, token tables and route tables, are those of a run that nothing interrupted. Runs are small
-(two layers, two or three steps), each in a process of its own.
+After any interruption or fault, a run is to give either the identical result, or a clear refusal with nothing lost. No
+NaN, no corruption and no second writer may pass for a result. This page is what a campaign against that promise found.
+Cases that broke it: {broken}, the sum of the columns *not identical*, *wrong*, *tracebacks* and *hangs* below.
+
+- *Identical*: metrics are those of a run that nothing interrupted, except their times. So is every byte of weights,
+  optimizers, random numbers, waiting batches, token tables and route tables.
+- Runs are small (two layers, two or three steps), each in a process of its own.
+- The campaign writes this page (`make reliability`), and goes on where it was stopped. Below each heading stands the
+  command that runs this part alone.
 """
+BROKEN = "wrong", "tracebacks", "hangs"
 
 
 def write_page(record: Path, target: Path) -> None:
@@ -38,7 +42,9 @@ def write_page(record: Path, target: Path) -> None:
     }
     absent = [part for part in makers if part not in parts]
     note = f"**Not run yet:** {', '.join(absent)}.\n" if absent else ""
-    text = [HEAD, *(makers[part](parts[part]) for part in makers if part in parts), note + foot(lines)]
+    broken = sum(sum(total([line], *(name for name in BROKEN if name in line))) for line in lines)
+    head = HEAD.format(broken=broken)
+    text = [head, *(makers[part](parts[part]) for part in makers if part in parts), note + foot(lines)]
     target.write_text("\n".join(text))
 
 
@@ -66,7 +72,7 @@ def kills(lines: list[Line]) -> str:
     rows.append(["**all**", runs, *sums, wrong])
     return part_of(
         "Random kills",
-        f"{sum(sums)} kills at random moments of {runs} runs of {len(lines)} methods; a run is killed up to four "
+        f"{sum(sums)} kills at random moments of {runs} runs of {len(lines)} methods. A run is killed up to four "
         "times, and goes on each time. The last column counts runs that did not end identical.",
         "kills",
         lines,
@@ -83,10 +89,11 @@ def operations(lines: list[Line]) -> str:
     rows.append(["**all**", *total(lines, "operations", "states", "finished", "wrong")])
     return part_of(
         "A kill at every file operation",
-        "The folder is copied before and after every file operation of a run of two steps, of which the first makes "
-        "the checkpoint and the second replaces it: each copy is what a kill at that moment leaves. All that differ "
-        "are run to the end where a method keeps files that others do not, and some of them, drawn at random, for the "
-        "other methods. *Killed once before*: the states of a run that goes on from a first kill between the renames "
+        "A run of two steps makes the checkpoint in its first step and replaces it in the second. Its folder is copied "
+        "before and after every file operation: each copy is what a kill at that moment leaves.\n\n"
+        "- Where a method keeps files that others do not, all copies that differ are run to the end. For the other "
+        "methods some of them are, drawn at random.\n"
+        "- *Killed once before*: the states of a run that goes on from a first kill, which came between the renames "
         "that replace the checkpoint.",
         "operations",
         lines,
@@ -98,8 +105,8 @@ def faults(lines: list[Line]) -> str:
     rows = [[x["fault"], x["cases"], x["met"], len(x["wrong"])] for x in lines]
     return part_of(
         "Faults of the machine",
-        "Each case meets the fault at a random moment and must end with an error that names the file, or as if nothing "
-        "had happened; the same command then goes on without the fault.",
+        "Each case meets the fault at a random moment. It must end with an error that names the file, or as if nothing "
+        "had happened. The same command then goes on without the fault.",
         "faults",
         lines,
         table(["fault", "cases", "met it", "not identical, or no file named"], rows),
@@ -115,9 +122,12 @@ def fuzz(lines: list[Line]) -> str:
     rows.append(["**all**", *total(lines, *names)])
     return part_of(
         "Random input",
-        "*Answered*: it was still good input, or the command does not read what was damaged. *Refused*: one of our own "
-        "messages. *Wrong*: damage that passed for a result, an answer that must not be given, or a traceback among "
-        "what was printed. A traceback is any other exception, or a crash; a hang is more than 20 CPU seconds.",
+        "- *Answered*: it was still good input, or the command does not read what was damaged.\n"
+        "- *Refused*: the answer was one of our own messages.\n"
+        "- *Wrong*: damage that passed for a result, an answer that must not be given, or a traceback among what was "
+        "printed.\n"
+        "- *Tracebacks*: an exception that is none of our messages, or a crash.\n"
+        "- *Hangs*: more than 20 CPU seconds.",
         "fuzz",
         lines,
         table(["input", *names], rows),
@@ -129,9 +139,11 @@ def combinations(lines: list[Line]) -> str:
     head = ["combinations", "settings", "of them refused", "refused when loaded", "ran", "wrong"]
     return part_of(
         "Combinations of settings",
-        "A method and up to sixteen other settings, drawn at random; a setting that does not go with those before it "
-        "must be refused in words, and is left out. What remains must run to its end without a warning, every number "
-        "finite, be read as a study (every tenth is drawn), and, stopped in the middle, go on to the identical end.",
+        "Each combination is a method and up to sixteen other settings, drawn at random. A setting that does not go "
+        "with those before it must be refused in words, and is left out. What remains must\n\n"
+        "- run to its end without a warning, with every number finite,\n"
+        "- be readable as a study (of every tenth the figures are drawn),\n"
+        "- go on to the identical end after it was stopped in the middle.",
         "combinations",
         lines,
         table(head, [total(lines, *names)]),
@@ -152,8 +164,8 @@ def soak(lines: list[Line]) -> str:
     ]
     return part_of(
         "A long run",
-        "Resident memory after a quarter of the steps and at the end, and the slope of a line through what lies "
-        "between.",
+        "Resident memory after a quarter of the steps (*before*) and at the end (*after*), and the slope of a line "
+        "through what lies between.",
         "soak",
         lines,
         table(["method", "steps", "MB before", "MB after", "kB per step", "open files before, after"], rows),
@@ -175,6 +187,6 @@ def foot(lines: list[Line]) -> str:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "pyarrow"))
     cpu = sum(line["cpu"] for line in lines)
     return (
-        f"Everything above took {cpu / 60:.0f} CPU minutes on {os.cpu_count()} cores, one thread each: Python "
+        f"Everything above took {cpu / 60:.0f} CPU minutes on {os.cpu_count()} cores, one thread each, with Python "
         f"{platform.python_version()}, {packages}, {platform.system()}.\n"
     )
