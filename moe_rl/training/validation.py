@@ -1,17 +1,16 @@
 """Refuse what cannot run before anything is computed: every message names the field and the remedy."""
 
-from moe_rl.objectives.bounds import unknown
+from moe_rl.objectives.bounds import check_settings, unknown
 from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.presets import OBJECTIVES
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engine_config import CONTINUING_KINDS, EngineError, check_engine
 from moe_rl.training.config import DPO, IN_GROUPS, OF_SAMPLER, ProbeConfig, RunConfig
 from moe_rl.training.method import Method, overrides, resolve_method
-from moe_rl.training.ranges import check_settings
 
 
 def validate(config: RunConfig) -> None:
-    """Raises ValueError naming the field and the remedy: first each setting by itself (`moe_rl.training.ranges`), then
+    """Raises ValueError naming the field and the remedy: first each setting by itself (its type), then
     what they must agree on. A configuration, which is frozen, is looked at once; what `dataclasses.replace` makes of it
     is another."""
     if getattr(config, "_validated", None) == id(config):
