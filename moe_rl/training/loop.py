@@ -30,7 +30,7 @@ from moe_rl.training.config import RunConfig
 from moe_rl.training.dpo import pairs_of
 from moe_rl.training.incidents import NotFiniteError, gradient_incident, keep_incident
 from moe_rl.training.levers import with_part_to_replay
-from moe_rl.training.memory import memory_metrics
+from moe_rl.training.optimizer import memory_metrics
 from moe_rl.training.other_methods import (
     other_advantages,
     other_responses,
@@ -40,8 +40,7 @@ from moe_rl.training.other_methods import (
     reset_reference,
     retrain_reward_model,
 )
-from moe_rl.training.probe import Probe, probed_rows
-from moe_rl.training.probe_options import noise_floor_rows
+from moe_rl.training.probe import Probe, noise_floor_rows, probed_rows
 from moe_rl.training.rollout_engine import engine_rows
 from moe_rl.training.score import Scores, make_batch, score_rollout, verify
 from moe_rl.training.setup import begin
