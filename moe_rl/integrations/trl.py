@@ -68,7 +68,8 @@ def routing_replay(trainer_class: type) -> Any:
     - `routing/slot_change`, `routing/site_change`, `routing/token_change`: old policy of the batch against the weights
       after the update, both routing live, on the response tokens of the probe; fractions
     - `routing/replayed_fraction`: share of the (token, site) rows of the update's forwards whose experts were those of
-      the routes, proven. Under R3 the last token of a response has no route
+      the routes, proven. Under R3 the last token of a response has no route; an update of sequences that all came
+      without (-1) has nothing to replay, and says nothing here
     - `routing/var_token_natural`, `routing/var_token_replayed`, `routing/var_sequence_natural`,
       `routing/var_sequence_replayed`: variance of the log-ratio (nats²) over tokens, and of its mean over a sequence,
       live and under the routes that the old policy chose (also under R3, whose updates replay the engine's)

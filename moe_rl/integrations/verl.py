@@ -112,19 +112,20 @@ def forward_step(original: Any, replay: str, tolerance: float) -> Any:
         if replay == "none":
             with record_routes(engine.module) as recording:
                 loss, output = original(engine, micro_batch, loss_function=loss_function, forward_only=False)
-            now, fraction = recording.routes, 0.0
+            now, metrics = recording.routes, {"routing/replayed_fraction": 0.0}
         else:
             with replay_routes(engine.module, routes, shadow=True) as forced:
                 loss, output = original(engine, micro_batch, loss_function=loss_function, forward_only=False)
-            now, fraction = forced.shadow, forced.replayed_rows / forced.forced_rows
-            if fraction != 1:
-                raise RoutingError(f"only {fraction:.3%} of the (token, site) rows with a route were replayed")
+            now, done, rows = forced.shadow, forced.replayed_rows, forced.forced_rows
+            if done != rows:
+                raise RoutingError(f"only {done / rows:.3%} of the (token, site) rows with a route were replayed")
+            metrics = {"routing/replayed_fraction": 1.0} if rows else {}  # without any there was nothing to replay
         rates = change_counts(routes, now, real).rates()
         names = {"shadow_slot_change": "slot_change"} if replay == "R2" else {name: name for name in CHANGES}
-        metrics = {f"routing/{ours}": rates[name] for ours, name in names.items()}
+        metrics |= {f"routing/{ours}": rates[name] for ours, name in names.items()}
         if first:
             metrics["routing/first_change"] = same_policy(routes, now, real, tolerance)
-        output["metrics"] = {**output["metrics"], **metrics, "routing/replayed_fraction": fraction}
+        output["metrics"] = {**output["metrics"], **metrics}
         return loss, output
 
     return forward_step

@@ -1,5 +1,5 @@
-"""What learns from pairs: the reward model of iterative GRPO (arXiv:2402.03300, algorithm 1), and DPO, with its place in
-the unified view of DeepSeekMath (there, A.1).
+"""What learns from pairs: the reward model of iterative GRPO (arXiv:2402.03300, algorithm 1); and DPO, with its place
+in the unified view of DeepSeekMath (there, A.1).
 
 Every method's gradient is an expectation of GC(q, o, t) * grad log pi(o_t | q, o_<t); they differ in the data
 and in the gradient coefficient GC:

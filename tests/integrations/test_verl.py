@@ -115,6 +115,16 @@ def update(engine, data):
 
 
 @both("R2")
+def test_a_micro_batch_without_any_route_says_nothing_of_what_was_replayed(installed):
+    packed, kind, _ = installed
+    engine = kind()
+    _, parts = scored(engine, packed)
+    none = nested([torch.full_like(part, -1) for part in parts])
+    metrics = update(engine, batch(packed, enable_routing_replay=True, routed_experts=none))
+    assert "routing/replayed_fraction" not in metrics and "routing/shadow_slot_change" in metrics
+
+
+@both("R2")
 def test_later_updates_take_the_old_policys_experts(installed):
     packed, kind, _ = installed
     engine = kind()
