@@ -40,7 +40,8 @@ from moe_rl.training.other_methods import (
     reset_reference,
     retrain_reward_model,
 )
-from moe_rl.training.probe import Probe, noise_floor_rows, probed_rows
+from moe_rl.training.probe import Probe, probed_rows
+from moe_rl.training.probe_options import noise_floor_rows
 from moe_rl.training.rollout_engine import engine_rows
 from moe_rl.training.score import Scores, make_batch, score_rollout, verify
 from moe_rl.training.setup import begin

@@ -4,7 +4,6 @@ Under replay the change rate is zero by construction, so the probe routes live; 
 policy's routes on the same weights. The difference between the two is what routing adds to the log-ratio.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +12,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from moe_rl.measure.decompose import decompose_update
-from moe_rl.measure.gradients import gradient_metrics, loss_gradient
 from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.metrics import (
     as_logits,
@@ -25,12 +22,10 @@ from moe_rl.measure.metrics import (
     routing_confidence,
     variance,
 )
-from moe_rl.measure.noise_floor import NoiseFloor, floor_metrics
-from moe_rl.measure.scoring import TokenBatch, score_live
-from moe_rl.measure.weights import copy_weights
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 from moe_rl.training.batch import Batch
+from moe_rl.training.probe_options import Decomposition, replay_gradients
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.rollout_engine import from_engine
 from moe_rl.training.token_tables import Observation, routers_said
@@ -142,58 +137,3 @@ class Probe:
 def probed_rows(responses: int, sequences: int) -> Tensor:
     """Which responses of a batch are probed: `sequences` of them, spread over its groups."""
     return torch.linspace(0, responses - 1, sequences).round().long()
-
-
-# -- what a run may also measure ---------------------------------------------------------------------------------------
-
-
-class Decomposition:
-    """The log-ratio of each update split into weights, routes and their interaction, also by site.
-
-    3 + 2L forwards per update at L routing sites, and a CPU copy of the weights. Old are the weights that the step
-    begins with; under rollout lag these are newer than the policy that sampled the batch.
-    """
-
-    def __init__(self, policy: nn.Module, part: Batch, temperature: float):
-        self.policy, self.text = policy, TokenBatch(*part.tokens, temperature)
-        self.weights, self.old = copy_weights(policy), score_live(policy, self.text)
-
-    def shares(self) -> dict[str, Any]:
-        """What the updates so far did; names as in the catalogue."""
-        found = decompose_update(self.policy, self.weights, self.text, self.old, per_site=True)
-        sites = found.site_shares()
-        assert sites is not None
-        by_site = {f"site_{name}": values for name, values in sites.rows().items()}
-        return {**found.shares().rows(), "replay_effect_var": sites.whole, "site_names": sites.sites, **by_site}
-
-
-def replay_gradients(policy: nn.Module, part: Batch, loss: Callable[[Batch], Tensor]) -> dict[str, Any]:
-    """The gradient of a loss on the probed responses: under live against under their old routes, and half against half;
-    `loss` goes forward, too."""
-
-    def gradient(rows: Tensor) -> dict[str, Tensor]:
-        policy.train()  # as in the updates
-        return loss_gradient(policy, loss(part.rows(rows)))
-
-    rows = torch.arange(len(part))
-    natural = gradient(rows)
-    with replay_routes(policy, part.routes):
-        replayed = gradient(rows)
-    halves = gradient(rows[::2]), gradient(rows[1::2])
-    policy.eval()
-    return gradient_metrics(natural, replayed, halves, part.routes.sites)
-
-
-def noise_floor_rows(policy: nn.Module, part: Batch, temperature: float, bf16: bool) -> list[dict[str, Any]]:
-    """Rows of kind "floor": the policy against itself with equal weights, one row per variant that can be run here; of
-    one that cannot, a warning with the reason."""
-    text = TokenBatch(*part.tokens, temperature)
-    base, floor = score_live(policy, text), NoiseFloor(bf16)
-    mask = text.completion_mask.cpu()
-    rows = [
-        {"variant": name, "detail": detail, **floor_metrics(mask, base, scored)}
-        for name, detail, scored in floor.variants(policy, text)
-    ]
-    for variant, reason in floor.left_out.items():
-        warnings.warn(f"noise floor: {variant} is left out, it cannot be run here: {reason}", stacklevel=2)
-    return rows

@@ -16,7 +16,7 @@ from micro import MICRO, rows
 
 from moe_rl.measure import token_logps
 from moe_rl.measure.noise_floor import floor_metrics
-from moe_rl.training import EvalConfig, MethodConfig, ProbeConfig, begin, probe, run, validate
+from moe_rl.training import EvalConfig, MethodConfig, ProbeConfig, begin, probe, probe_options, run, validate
 from moe_rl.training.config import DistributedConfig
 from moe_rl.training.loop import collect_batch, start_probe
 from moe_rl.training.route_tables import read_route_table, write_route_table
@@ -32,7 +32,7 @@ def test_the_floor_by_site_and_position_is_a_recount_of_the_routes(tmp_path, mon
         seen.append((mask, old.routes.ids, new.routes.ids))
         return floor_metrics(mask, old, new)
 
-    monkeypatch.setattr(probe, "floor_metrics", watched)
+    monkeypatch.setattr(probe_options, "floor_metrics", watched)
     run(begin(replace(MICRO, probe=ProbeConfig(sequences=8, tokens_every=0)), tmp_path))
     floor = rows(tmp_path, "floor")
     assert [row["variant"] for row in floor] == ["repeat", "batch", "experts", "bf16"]
