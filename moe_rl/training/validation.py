@@ -372,7 +372,7 @@ def _exclusions(config: RunConfig, method: Method) -> None:
     )
     excludes(
         config.keep_policy_every,
-        "keep_policy_every, which keeps hub format,",
+        "keep_policy_every keeps hub format and",
         ("model.lora, whose weights have PEFT's names", config.model.lora is None),
         ("optim.expert_bias_rate, whose bias it has no place for", not optim.expert_bias_rate),
     )
