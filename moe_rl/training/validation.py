@@ -10,9 +10,8 @@ from moe_rl.training.method import Method, overrides, resolve_method
 
 
 def validate(config: RunConfig) -> None:
-    """Raises ValueError naming the field and the remedy: first each setting by itself (its type), then what
-    they must agree on. A configuration, which is frozen, is looked at once; what `dataclasses.replace` makes of it
-    is another."""
+    """Raises ValueError naming the field and the remedy: first each setting by itself (its type), then what they must
+    agree on. A configuration, which is frozen, is looked at once; what `dataclasses.replace` makes of it is another."""
     if getattr(config, "_validated", None) == id(config):
         return
     check_settings(config)
@@ -62,7 +61,8 @@ def require(ok: bool, message: str) -> None:
 
 
 def excludes(on: object, setting: str, *others: tuple[str, object], remedy: str = "") -> None:
-    """Where a setting is on, others must be as it needs them: field and reason, and whether they are."""
+    """Raises ValueError, where a setting is on, for the first of the others (field and reason) that is not as it needs
+    it."""
     for field, ok in others if on else ():
         require(bool(ok), f"{setting} does not go with this {field}{remedy}")
 
