@@ -34,7 +34,7 @@ from moe_rl.rollout import Rollout
 from moe_rl.training import MethodConfig, ProbeConfig, RunConfig, State, ValueConfig, begin
 from moe_rl.training.batch import minibatches
 from moe_rl.training.loop import advantages_of, responses, update_on
-from moe_rl.training.memory import memory_metrics
+from moe_rl.training.optimizer import memory_metrics
 from moe_rl.training.score import make_batch, score_rollout
 
 MIB = 2**20

@@ -3,9 +3,12 @@ it; it knows none of them."""
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from moe_rl.files import sync_folder, write_json
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -38,6 +41,15 @@ def sha256_of(path: Path) -> str:
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file in a folder, by name."""
     return {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def seal_folder(folder: Path, manifest: str, content: Mapping[str, Any]) -> None:
+    """Write `content`, sealed, with the `digests` of all files under `files`, as the folder's last file; flush all."""
+    write_json(folder / manifest, sealed({**content, "files": digests(folder)}))
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
 
 
 def other_content(folder: Path, written: Mapping[str, str]) -> str:

@@ -199,7 +199,8 @@ class Measures:
         if not parts:
             return
         rows = self.ranks.sums(torch.tensor([[p.replayed_rows, p.routed_rows] for p in parts]).sum(0)).tolist()
-        self.log["routing/replayed_fraction"].append(rows[0] / rows[1] if rows[1] else 0.0)
+        if rows[1]:  # else no sequence of the update came with routes: nothing was to be replayed, which is no 0
+            self.log["routing/replayed_fraction"].append(rows[0] / rows[1])
         first = [p.first_change for p in parts if p.first_change is not None]
         if first:
             self.log["routing/first_change"].append(self.ranks.most(max(first)))

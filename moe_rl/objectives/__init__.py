@@ -1,8 +1,8 @@
 """Log-probabilities and rewards -> advantages, ratios, loss: pure torch functions that know no model.
 
 Reading order: `ratios`, `gates`, `other_gates`, `divergence`, `objective`, `presets`, `loss`,
-`diagnostics`; then `advantages`, `other_advantages`, `corrections`, `kl`, `gae` (PPO), `preferences` (DPO),
-`iterative`, and `gradient`, which shows what a method does to each token.
+`diagnostics`; then `advantages`, `other_advantages`, `corrections`, `kl`, `gae` (PPO), `preferences` (DPO, reward
+models), and `gradient`, which shows what a method does to each token.
 """
 
 from moe_rl.objectives.advantages import group_advantages
@@ -20,7 +20,6 @@ from moe_rl.objectives.diagnostics import LOSS_METRICS
 from moe_rl.objectives.gae import generalized_advantages, token_rewards, value_loss, whiten
 from moe_rl.objectives.gates import GATES, Gate, Gated, GateInputs, TokenValues, gate
 from moe_rl.objectives.gradient import TokenWeights, token_weights
-from moe_rl.objectives.iterative import historical_sample, reward_model_loss
 from moe_rl.objectives.kl import kl_estimate
 from moe_rl.objectives.loss import LossOutput, loss_metrics, policy_loss
 from moe_rl.objectives.objective import Objective
@@ -30,7 +29,13 @@ from moe_rl.objectives.other_advantages import (
     leave_one_out_advantages,
     process_advantages,
 )
-from moe_rl.objectives.preferences import dpo_coefficients, dpo_loss, sequence_margin
+from moe_rl.objectives.preferences import (
+    dpo_coefficients,
+    dpo_loss,
+    historical_sample,
+    reward_model_loss,
+    sequence_margin,
+)
 from moe_rl.objectives.presets import OBJECTIVES, PRESETS, Preset, get_objective
 from moe_rl.objectives.ratios import aggregation_weights, sequence_log_ratio, token_log_ratio
 

@@ -62,7 +62,7 @@ def as_groups(rewards: Shaped[Tensor, " B"], group_size: int) -> Float[Tensor, "
         raise ValueError(f"rewards: expected one axis [B], the rows of a group adjacent, got {list(rewards.shape)}.")
     check_groups(rewards.shape[0], group_size)
     check_finite(rewards)
-    values = at_least_float32(rewards.detach() if rewards.is_floating_point() else rewards.float())
+    values = at_least_float32(rewards.detach())
     return values.reshape(-1, group_size)
 
 

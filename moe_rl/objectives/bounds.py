@@ -1,10 +1,13 @@
-"""What numbers and names a setting may have, said once for the check and for its message."""
+"""What numbers and names a setting may have: said once, in its type, for the check and for its message."""
 
+import dataclasses
 import difflib
 import math
-from collections.abc import Iterable
+import types
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,15 @@ NOT_NEGATIVE = Range(0)
 FRACTION = Range(0, 1)
 COUNT = Range(1, whole=True)
 COUNT_OR_NONE = Range(0, whole=True)
+SEED = Range(0, 2**63 - 1, whole=True)
+
+Positive = Annotated[float, POSITIVE]
+NotNegative = Annotated[float, NOT_NEGATIVE]
+Fraction = Annotated[float, FRACTION]
+BelowOne = Annotated[float, Range(0, 1, open_high=True)]
+Count = Annotated[int, COUNT]
+Whole = Annotated[int, COUNT_OR_NONE]
+Seed = Annotated[int, SEED]
 
 
 def unknown(name: str, value: object, allowed: Iterable[str]) -> str:
@@ -60,3 +72,47 @@ def unknown(name: str, value: object, allowed: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(value), allowed, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{name}: expected one of {', '.join(allowed)}; got {value!r}.{hint}"
+
+
+def check_settings(settings: Any, prefix: str = "", error: type[ValueError] = ValueError) -> None:
+    """Raises `error` for the first setting (field of nested dataclasses) that is none of the names its type lists
+    (`Literal`), or outside the `Range` that its type is annotated with; the message names the field, after `prefix`,
+    what it may be and what came. Other types are not looked at."""
+    for name, hint, value in typed_settings(settings, prefix):
+        if refused := _refusal(name, hint, value):
+            raise error(refused)
+
+
+def typed_settings(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted name, type and value of every setting of nested dataclasses."""
+    for name, hint in field_types(settings.__class__).items():
+        value = getattr(settings, name)
+        if dataclasses.is_dataclass(value):
+            yield from typed_settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", hint, value
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    """The types of a dataclass's fields, ranges included."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _refusal(name: str, hint: Any, value: Any) -> str | None:
+    """Why `value` is not what `hint` allows; None if it is, or if `hint` says nothing of names or ranges."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return args[1].refusal(name, value)
+    if origin is Literal:
+        return None if value in args else unknown(name, value, args)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        refusals = [_refusal(name, option, value) for option in args if option is not type(None)]
+        return refusals[0] if all(refusals) else None
+    if origin is tuple:
+        items = value if isinstance(value, tuple | list) else (value,)
+        return next(filter(None, (_refusal(name, args[0], item) for item in items)), None)
+    return None

@@ -11,13 +11,13 @@ Differs: verl removes rejected tokens from the response mask, hence from the den
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from moe_rl.objectives.bounds import NOT_NEGATIVE, unknown
+from moe_rl.objectives.bounds import NOT_NEGATIVE, check_settings
 from moe_rl.objectives.divergence import binary_kl
 from moe_rl.objectives.ratios import as_bool_mask, masked_row_mean, masked_row_sum, token_log_ratio
 
@@ -118,18 +118,13 @@ class Correction:
     """
 
     kind: CorrectionKind
-    low: float | int = 0.0
+    low: Annotated[float | int, NOT_NEGATIVE] = 0.0
     high: float | int = float("inf")
     policy: Literal["old", "current"] = "old"
     optional: bool = False
 
     def __post_init__(self) -> None:
-        for field, allowed in (("kind", get_args(CorrectionKind)), ("policy", ("old", "current"))):
-            if getattr(self, field) not in allowed:
-                raise ValueError(unknown(f"Correction.{field}", getattr(self, field), allowed))
-        refusal = NOT_NEGATIVE.refusal(f"Correction({self.kind}).low", self.low)
-        if refusal is not None:
-            raise ValueError(f"{refusal}.")
+        check_settings(self, f"Correction({self.kind}).")
         if not self.low <= self.high:
             raise ValueError(f"Correction({self.kind}): low {self.low} is above high {self.high}.")
         if self.kind.endswith("truncate") and self.low != 0.0:

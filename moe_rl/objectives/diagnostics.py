@@ -5,6 +5,7 @@ How log-ratios are distributed (k1, k3, effective sample size, ...) is not here:
 """
 
 # ruff: noqa: E501  (a table: one metric, one line)
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -80,30 +81,27 @@ def optional_metrics(values: TokenValues) -> dict[str, Tensor]:
     mask = values.mask
     metrics: dict[str, Tensor] = {}
     if values.ref_kl is not None:
-        metrics["ref_kl"] = _mean(values.ref_kl, mask)
+        metrics["ref_kl"] = _over(torch.mean, values.ref_kl, mask)
     if values.engine_log_weight is not None:
         log_weight = values.engine_log_weight
-        metrics["engine_kl_k1"] = -_mean(log_weight, mask)
-        metrics["engine_kl_k3"] = _mean(torch.expm1(log_weight) - log_weight, mask)
-        metrics["engine_log_weight_abs_max"] = _extreme(log_weight.abs(), mask, "max")
+        metrics["engine_kl_k1"] = -_over(torch.mean, log_weight, mask)
+        metrics["engine_kl_k3"] = _over(torch.mean, torch.expm1(log_weight) - log_weight, mask)
+        metrics["engine_log_weight_abs_max"] = _over(torch.max, log_weight.abs(), mask)
     if values.correction_weight is not None and values.correction_truncated is not None:
         weight = values.correction_weight
-        metrics["correction_weight_mean"] = _mean(weight, mask)
-        metrics["correction_weight_min"] = _extreme(weight, mask, "min")
-        metrics["correction_weight_max"] = _extreme(weight, mask, "max")
+        metrics["correction_weight_mean"] = _over(torch.mean, weight, mask)
+        metrics["correction_weight_min"] = _over(torch.min, weight, mask)
+        metrics["correction_weight_max"] = _over(torch.max, weight, mask)
         metrics["correction_dropped_tokens"] = (mask & (weight == 0)).sum()
         metrics["correction_truncated_tokens"] = (mask & values.correction_truncated).sum()
     if values.route_weight is not None and values.route_floored is not None:
-        metrics["route_weight"] = _mean(values.route_weight, mask)
-        metrics["route_weight_floored"] = _mean(values.route_floored.float(), mask)
+        metrics["route_weight"] = _over(torch.mean, values.route_weight, mask)
+        metrics["route_weight_floored"] = _over(torch.mean, values.route_floored.float(), mask)
     return metrics
 
 
-def _mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Tensor:
+def _over(
+    reduce: Callable[[Tensor], Tensor], values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, ""]:
     counted = values[mask]
-    return counted.mean() if len(counted) else values.new_zeros(())
-
-
-def _extreme(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], which: str) -> Tensor:
-    counted = values[mask]
-    return getattr(counted, which)() if len(counted) else values.new_zeros(())
+    return reduce(counted) if len(counted) else values.new_zeros(())

@@ -15,7 +15,7 @@ from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.kl import kl_estimate
 from moe_rl.objectives.loss import Terms, prepare_terms
 from moe_rl.objectives.objective import Objective
-from moe_rl.objectives.ratios import aggregation_weights, masked_row_mean, masked_row_sum
+from moe_rl.objectives.ratios import aggregation_weights, log_ratio_at_level
 
 
 @dataclass(frozen=True)
@@ -82,29 +82,20 @@ def token_weights(
     after_gate = terms.after_gate()
     scaled = share * x.advantages if after_gate is None else share * x.advantages * after_gate
     if gate.flow == "row":
-        weight = torch.where(clipped, 0.0, _over_row(scaled * slope, keep))
-    elif gate.flow == "ratio":
-        weight = _through_ratio(torch.where(scaled == 0, 0.0, scaled * importance), terms)
+        weight = torch.where(clipped, 0.0, log_ratio_at_level(scaled * slope, keep, "sequence"))
     else:
         weight = torch.where(scaled == 0, 0.0, scaled * importance)
+        weight = _through_ratio(weight, terms) if gate.flow == "ratio" else weight
     if ref_logps is not None and o.kl_coef:
         weight = weight - o.kl_coef * _kl_slope(terms, ref_logps, share)
     return TokenWeights(torch.where(keep, weight, 0.0), importance, clipped)
 
 
 def _through_ratio(values: Float[Tensor, "B T"], terms: Terms) -> Float[Tensor, "B T"]:
-    """What the log-probability of each token gets of `values`, the slopes in the log-ratio that each token sees."""
-    match terms.objective.ratio:
-        case "sequence":
-            return _over_row(values, terms.inputs.mask)
-        case "sequence_product":
-            return torch.where(terms.inputs.mask, masked_row_sum(values, terms.inputs.mask)[:, None], 0.0)
-    return values
-
-
-def _over_row(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """(1/|y|) sum_u values[u], on every token of the row."""
-    return torch.where(mask, masked_row_mean(values, mask)[:, None], 0.0)
+    """What the log-probability of each token gets of `values`, the slopes in the log-ratio that each token sees: means
+    and sums over a sequence are their own transposes, and "sequence_token" has each token's gradient by itself."""
+    level = terms.objective.ratio
+    return log_ratio_at_level(values, terms.inputs.mask, "token" if level == "sequence_token" else level)
 
 
 def _kl_slope(terms: Terms, ref_logps: Float[Tensor, "B T"], share: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from moe_rl.objectives.ratios import as_bool_mask, at_least_float32, check_shapes
+from moe_rl.objectives.ratios import check_shapes, token_log_ratio
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -46,10 +46,7 @@ def kl_estimate(
     tensor([[0.5000]])
     """
     check_shapes(logps, {"ref_logps": ref_logps, "mask": mask})
-    keep = as_bool_mask(mask)
-    new = torch.where(keep, at_least_float32(logps), 0.0)
-    reference = torch.where(keep, at_least_float32(ref_logps.detach()), 0.0)
-    d = reference - new
+    d = -token_log_ratio(logps, ref_logps, mask)
     match estimator:
         case "k1":
             return -d

@@ -1,18 +1,18 @@
 """`Objective`: everything in which one policy-gradient method differs from another, as plain knobs."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from moe_rl.objectives import divergence, other_gates  # noqa: F401  (they register their gates)
 from moe_rl.objectives.advantages import Scale
-from moe_rl.objectives.bounds import FRACTION, NOT_NEGATIVE, POSITIVE, Range, unknown
+from moe_rl.objectives.bounds import FRACTION, NOT_NEGATIVE, POSITIVE, check_settings, unknown
 from moe_rl.objectives.corrections import Correction
 from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.kl import KLEstimator
 from moe_rl.objectives.ratios import Aggregate, RatioLevel
 
+Number = float | int
 Anchor = Literal["old", "rollout"]
 RouteWeight = Literal["none", "before_clip", "after_clip"]
 Advantage = Literal["group", "leave_one_out", "gae", "one", "accepted", "process", "decoupled"]
@@ -75,39 +75,33 @@ class Objective:
 
     ratio: RatioLevel = "token"
     gate: str = "clip"
-    clip_low: float | int = 0.2
-    clip_high: float | int = 0.2
-    dual_clip: float | int | None = None
-    ratio_cap: float | int | None = None
-    temperature_pos: float | int = 1.0
-    temperature_neg: float | int = 1.05
-    power_pos: float | int = 2.0
-    decay_pos: float | int = 3.0
-    power_neg: float | int = 3.0
-    decay_neg: float | int = 2.0
+    clip_low: Annotated[Number, NOT_NEGATIVE] = 0.2
+    clip_high: Annotated[Number, NOT_NEGATIVE] = 0.2
+    dual_clip: Annotated[Number, POSITIVE] | None = None
+    ratio_cap: Annotated[Number, POSITIVE] | None = None
+    temperature_pos: Annotated[Number, POSITIVE] = 1.0
+    temperature_neg: Annotated[Number, POSITIVE] = 1.05
+    power_pos: Annotated[Number, NOT_NEGATIVE] = 2.0
+    decay_pos: Annotated[Number, NOT_NEGATIVE] = 3.0
+    power_neg: Annotated[Number, NOT_NEGATIVE] = 3.0
+    decay_neg: Annotated[Number, NOT_NEGATIVE] = 2.0
     anchor: Anchor = "old"
     corrections: tuple[Correction, ...] = ()
     route_weight: RouteWeight = "none"
-    route_floor: float | int = 0.0
+    route_floor: Annotated[Number, FRACTION] = 0.0
     aggregate: Aggregate = "sequence_mean"
-    length_constant: float | int = 1.0
+    length_constant: Annotated[Number, POSITIVE] = 1.0
     local_normalizer: bool = False
     advantage: Advantage = "group"
     advantage_scale: Scale = "std"
-    kl_coef: float | int = 0.0
+    kl_coef: Annotated[Number, NOT_NEGATIVE] = 0.0
     kl_estimator: KLEstimator = "k3"
     kl_importance_weighted: bool = False
 
     def __post_init__(self) -> None:
-        for field, allowed in CHOICES.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(unknown(f"Objective.{field}", getattr(self, field), allowed))
-        for field, interval in RANGES.items():
-            value = getattr(self, field)
-            optional = value is None and field in ("dual_clip", "ratio_cap")
-            refusal = None if optional else interval.refusal(f"Objective.{field}", value)
-            if refusal is not None:
-                raise ValueError(f"{refusal}.")
+        check_settings(self, "Objective.")
+        if self.gate not in GATES:
+            raise ValueError(unknown("Objective.gate", self.gate, GATES))
         if not isinstance(self.corrections, tuple) or not all(isinstance(x, Correction) for x in self.corrections):
             raise ValueError(f"Objective.corrections: expected a tuple of Correction, got {self.corrections!r}.")
         levels = GATES[self.gate].levels
@@ -154,32 +148,3 @@ class Objective:
 
 OF_RATIOS = ("clip", "mask", "cap", "sequence_clip")
 """Gates whose lower bound is a ratio; those of others are nats, probabilities, divergences or a width."""
-
-CHOICES: dict[str, Collection[str]] = {
-    "ratio": get_args(RatioLevel),
-    "gate": GATES,
-    "anchor": get_args(Anchor),
-    "route_weight": get_args(RouteWeight),
-    "aggregate": get_args(Aggregate),
-    "advantage": get_args(Advantage),
-    "advantage_scale": get_args(Scale),
-    "kl_estimator": get_args(KLEstimator),
-}
-"""What the fields that are names may be."""
-
-RANGES: dict[str, Range] = {
-    "clip_low": NOT_NEGATIVE,
-    "clip_high": NOT_NEGATIVE,
-    "dual_clip": POSITIVE,
-    "ratio_cap": POSITIVE,
-    "temperature_pos": POSITIVE,
-    "temperature_neg": POSITIVE,
-    "power_pos": NOT_NEGATIVE,
-    "decay_pos": NOT_NEGATIVE,
-    "power_neg": NOT_NEGATIVE,
-    "decay_neg": NOT_NEGATIVE,
-    "route_floor": FRACTION,
-    "length_constant": POSITIVE,
-    "kl_coef": NOT_NEGATIVE,
-}
-"""What the fields that are numbers may be; None, where a field allows it, is not looked at."""

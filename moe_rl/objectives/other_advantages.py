@@ -75,7 +75,7 @@ def process_advantages(
     check_shapes(rewards, {"step_ends": step_ends}, "rewards")
     check_groups(rewards.shape[0], group_size)
     step_ends = as_bool_mask(step_ends, "step_ends")
-    values = at_least_float32(rewards.detach() if rewards.is_floating_point() else rewards.float())
+    values = at_least_float32(rewards.detach())
     advantages = torch.zeros_like(values)
     for start in range(0, values.shape[0], group_size):
         rows = slice(start, start + group_size)

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moe_rl.objectives.gates import Gated, GateInputs, choose, gate, outside_trust_region
-from moe_rl.objectives.ratios import masked_row_mean
+from moe_rl.objectives.ratios import log_ratio_at_level, masked_row_mean
 
 _SATURATED = 50.0  # nats: sigma(tau (e^50 - 1)) is 1 and its slope 0 in float64 for every tau above 1e-20
 
@@ -28,7 +28,7 @@ def sequence_clip_gate(x: GateInputs, *, clip_low: float | int, clip_high: float
     the token's sequence, the geometric mean of its r (arXiv:2507.18071, eq. 7). Of no paper: it tells the level of the
     ratio from the level of the clip.
     """
-    sequence = torch.where(x.mask, masked_row_mean(x.token_log_ratio.detach(), x.mask)[:, None], 0.0)
+    sequence = log_ratio_at_level(x.token_log_ratio.detach(), x.mask, "sequence")
     clipped = outside_trust_region(sequence.exp(), x.advantages, 1.0 - clip_low, 1.0 + clip_high) & x.mask
     ratio = torch.where(clipped, x.log_ratio.detach().clamp(max=_SATURATED), x.log_ratio).exp()
     return Gated(ratio * x.advantages, clipped, sequence)

@@ -1,4 +1,5 @@
-"""DPO, which learns from pairs, and its place in the unified view of DeepSeekMath (arXiv:2402.03300, A.1).
+"""What learns from pairs: the reward model of iterative GRPO (arXiv:2402.03300, algorithm 1); and DPO, with its place
+in the unified view of DeepSeekMath (there, A.1).
 
 Every method's gradient is an expectation of GC(q, o, t) * grad log pi(o_t | q, o_<t); they differ in the data
 and in the gradient coefficient GC:
@@ -14,7 +15,7 @@ and in the gradient coefficient GC:
 """
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
@@ -65,3 +66,43 @@ def dpo_loss(
     """
     check_shapes(chosen_margin, {"rejected_margin": rejected_margin}, "chosen_margin")
     return -functional.logsigmoid(beta * (chosen_margin - rejected_margin)).mean()
+
+
+def reward_model_loss(chosen_scores: Float[Tensor, " B"], rejected_scores: Float[Tensor, " B"]) -> Float[Tensor, ""]:
+    """Bradley-Terry loss of a reward model, -mean log sigma(s_chosen - s_rejected) (arXiv:2203.02155).
+
+    Raises:
+        ValueError: shapes that differ: every response would be paired with every other.
+    """
+    check_shapes(chosen_scores, {"rejected_scores": rejected_scores}, "chosen_scores")
+    return dpo_loss(chosen_scores, rejected_scores, beta=1.0)
+
+
+def historical_sample(
+    new: int, history: int, fraction: float | int = 0.1, *, generator: torch.Generator | None = None
+) -> Int[Tensor, " H"]:
+    """Which historical samples to mix with `new` fresh ones, so that they are `fraction` of the whole.
+
+        H = round( new * fraction / (1 - fraction) ), at most all of them        (10% in arXiv:2402.03300)
+
+    Args:
+        new: number of fresh comparisons.
+        history: number of stored ones to draw from, without replacement.
+        fraction: share of historical samples in the mix, in [0, 1).
+        generator: makes the draw reproducible.
+
+    Returns:
+        Indices into the history.
+
+    Raises:
+        ValueError: a negative count, or a fraction outside [0, 1).
+
+    >>> len(historical_sample(new=90, history=1000))
+    10
+    """
+    if new < 0 or history < 0:
+        raise ValueError(f"historical_sample: counts must not be negative, got new={new}, history={history}.")
+    if not 0.0 <= fraction < 1.0:
+        raise ValueError(f"historical_sample: fraction must be in [0, 1), got {fraction}.")
+    wanted = round(new * fraction / (1.0 - fraction))
+    return torch.randperm(history, generator=generator)[:wanted]

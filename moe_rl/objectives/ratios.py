@@ -128,8 +128,8 @@ def log_ratio_at_level(
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Half-precision tensors in float32: a log-ratio is a small difference of large numbers."""
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    """Half-precision tensors, integers and bools in float32: a log-ratio is a small difference of large numbers."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 # -- aggregation -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from moe_rl.checks import digests, parse_json, sealed
+from moe_rl.checks import parse_json, seal_folder
 from moe_rl.files import one_at_a_time
 from moe_rl.policy.tiny import (
     TINY_EXPERTS,
@@ -93,11 +93,7 @@ def _make(
         with no_progress_bars():
             model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        made = {"recipe": recipe, **result, "files": digests(unfinished)}
-        (unfinished / COLD_START).write_text(json.dumps(sealed(made)) + "\n")
-        for file in unfinished.iterdir():
-            with open(file, "rb") as written:
-                os.fsync(written.fileno())
+        seal_folder(unfinished, COLD_START, {"recipe": recipe, **result})
         try:
             unfinished.rename(folder)
         except OSError:

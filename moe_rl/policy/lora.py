@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from moe_rl.objectives.bounds import Count, Positive, Seed, check_settings
 from moe_rl.policy.tiny import ModelError
 from moe_rl.routing.sites import find_sites
 from moe_rl.yaml_files import parse_yaml
@@ -32,8 +33,8 @@ class LoraConfig:
     No dropout: the old and the new policy would differ by it.
     """
 
-    rank: int = 16
-    alpha: float = 32.0
+    rank: Count = 16
+    alpha: Positive = 32.0
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Linear modules, by the end of their names."""
     target_parameters: tuple[str, ...] = ()
@@ -41,7 +42,7 @@ class LoraConfig:
     `mlp.experts.down_proj` hold all experts of a layer. Each forward then makes the whole adapted weight."""
     train_router: bool = False
     """Also train the routers themselves: whole copies (they are small), the originals kept for the reference."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the adapters' initial weights, apart from the run's."""
 
 
@@ -55,10 +56,7 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
         raise ModelError(f"model.lora: the peft package is not installed. {INSTALL}, or leave model.lora out.")
     import peft
 
-    if config.rank < 1 or config.alpha <= 0:
-        raise ModelError(
-            f"model.lora: rank and alpha must be positive, got rank {config.rank} and alpha {config.alpha}"
-        )
+    check_settings(config, "model.lora.", ModelError)
     _check_targets(model, config)
     routers = [site.name for site in find_sites(model)] if config.train_router else None
     settings = peft.LoraConfig(

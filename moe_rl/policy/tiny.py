@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -24,6 +24,17 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from moe_rl.objectives.bounds import (
+    BelowOne,
+    Count,
+    Fraction,
+    NotNegative,
+    Positive,
+    Range,
+    Seed,
+    Whole,
+    check_settings,
+)
 from moe_rl.rollout import Task, score
 from moe_rl.rollout.character_tasks import BOS, EOS
 from moe_rl.rollout.continuing import in_turns
@@ -52,19 +63,19 @@ class TinyConfig:
 
     family: Literal["qwen3_moe", "mixtral", "olmoe", "minimax_m2"] = "qwen3_moe"
     """The architecture in transformers. Routers take a softmax of their scores, those of `minimax_m2` a sigmoid."""
-    hidden_size: int = 48
-    num_layers: int = 4
-    num_heads: int = 4
-    num_experts: int = 16
-    num_experts_per_tok: int = 2
-    moe_intermediate_size: int = 32
+    hidden_size: Count = 48
+    num_layers: Count = 4
+    num_heads: Count = 4
+    num_experts: Count = 16
+    num_experts_per_tok: Count = 2
+    moe_intermediate_size: Count = 32
     norm_topk_prob: bool = True
     """Renormalise the weights of the chosen experts (mixtral and minimax_m2 always do)."""
-    initializer_range: float = 0.06
-    router_init_scale: float = 1.0
+    initializer_range: Positive = 0.06
+    router_init_scale: NotNegative = 1.0
     """Factor on the routers' initial weights; 0.1 gives near-tied router logits, which flip easily."""
-    max_position_embeddings: int = 512
-    seed: int | None = None
+    max_position_embeddings: Count = 512
+    seed: Seed | None = None
     """Seed of the initial weights; None takes the run's, so that a study's seeds begin from different models."""
 
 
@@ -72,27 +83,27 @@ class TinyConfig:
 class ColdStartConfig:
     """Supervised imitation of noisy demonstrations."""
 
-    steps: int = 500
+    steps: Count = 500
     """Steps of imitation; with `until_reward` the most that it may take."""
-    until_reward: float | None = None
+    until_reward: Annotated[float, Range(0, 1, open_low=True)] | None = None
     """End at the first check whose mean reward on held-out problems is at least this; a cold start that does not get
     there within `steps` is an error. How fast a model learns differs by seed and by processor, and a policy that has
     not learned leaves reinforcement learning nothing to work on. None: exactly `steps`."""
-    check_every: int = 50
+    check_every: Count = 50
     """Steps between checks."""
-    check_problems: int = 512
+    check_problems: Count = 512
     """Held-out problems of a check, one response each at temperature 1; the same problems every time."""
-    batch_size: int = 64
-    learning_rate: float = 4e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    warmup_steps: int = 20
-    demonstration_noise: float = 0.2
+    batch_size: Count = 64
+    learning_rate: Positive = 4e-3
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    warmup_steps: Whole = 20
+    demonstration_noise: Fraction = 0.2
     """Probability that a decision in a demonstration is wrong."""
-    aux_loss_coef: float = 0.01
+    aux_loss_coef: NotNegative = 0.01
     """Coefficient of the load-balancing loss."""
     freeze_router: bool = False
     """Keep the routers' own weights at their initial values."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of the demonstrations; None takes the run's."""
 
 
@@ -215,17 +226,7 @@ def cold_start(
             f"task {task.name} has no demonstration(problem, rng, noise), which the cold start imitates. Add one, "
             "or set model.cold_start to null, or train a model that can already do something (model.path)."
         )
-    for name, ok, expected in (
-        ("steps", config.steps >= 1, "at least 1"),
-        ("until_reward", config.until_reward is None or 0 < config.until_reward <= 1, "above 0 and at most 1, or null"),
-        ("check_every", config.check_every >= 1, "at least 1"),
-        ("check_problems", config.check_problems >= 1, "at least 1"),
-        ("batch_size", config.batch_size >= 1, "at least 1"),
-        ("learning_rate", config.learning_rate > 0, "a positive number"),
-        ("demonstration_noise", 0 <= config.demonstration_noise <= 1, "between 0 and 1"),
-    ):
-        if not ok:
-            raise ModelError(f"model.cold_start.{name}: expected {expected}, got {getattr(config, name)}")
+    check_settings(config, "model.cold_start.", ModelError)
     device = next(model.parameters()).device
     frozen = {id(p) for p in router_parameters(model)} if config.freeze_router else set()
     trained = [p for p in model.parameters() if id(p) not in frozen]

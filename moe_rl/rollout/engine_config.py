@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moe_rl.names import nearest
+from moe_rl.objectives.bounds import Count, Positive
 from moe_rl.rollout.completions import Rollout, unrouted_tokens
 from moe_rl.rollout.task import Problem
 from moe_rl.rollout.vllm_host import agreed
@@ -156,7 +157,7 @@ class EngineConfig:
     """`hf`, `vllm`: `float32` (the control), `bfloat16` or `float16`, of weights and activations."""
     experts_implementation: str | None = None
     """`hf` only: `eager`, `grouped_mm`, ...; None: that of the training model."""
-    max_batch: int | None = None
+    max_batch: Count | None = None
     """`hf`, `vllm`: responses decoded together; None takes `rollout.max_batch`."""
     router_format: str | None = None
     """`hf` only: round the routers' weights to `int4` (a scale for each expert) or `e5m2` (float8). An emulation: it
@@ -172,7 +173,7 @@ class EngineConfig:
     url: str | None = None
     """`vllm` only, instead of `python`: http://HOST:PORT of a vLLM that another machine lends; None takes the variable
     MOE_RL_VLLM_URL. Weights and prompts go there."""
-    timeout: float = 1800.0
+    timeout: Positive = 1800.0
     """`vllm` only: seconds after which an answer that has not come is an error."""
 
 

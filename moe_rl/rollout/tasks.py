@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_rl.names import load_object, nearest
+from moe_rl.objectives.bounds import Positive
 from moe_rl.rollout.character_tasks import Calculator, ModChain
 from moe_rl.rollout.gym_task import ReasoningGym
 from moe_rl.rollout.jsonl_task import JsonLines
@@ -39,7 +40,7 @@ class TaskConfig:
     """A name in `TASKS`, or one's own class: `package.module:Class` or `path/to/file.py:Class`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task's class."""
-    verifier_seconds: float | None = 60.0
+    verifier_seconds: Positive | None = 60.0
     """How long the verifier may take for one completion before the run stops; null: no limit."""
 
 

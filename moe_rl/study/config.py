@@ -12,14 +12,13 @@ from typing import Any, Literal
 import yaml
 
 from moe_rl.names import LONGEST, arm_refusal, nearest
-from moe_rl.objectives.bounds import unknown
+from moe_rl.objectives.bounds import SEED, unknown
 from moe_rl.policy.models import seeded
 from moe_rl.settings import FREE, differences, laid_over, plain, with_defaults
 from moe_rl.study.alarms import AlarmError, alarms_of
 from moe_rl.training import RunConfig, validate
 from moe_rl.training.config import DPO
 from moe_rl.training.method import resolve_method, resolved_objective
-from moe_rl.training.ranges import SEED
 from moe_rl.yaml_files import YamlError, parse_yaml
 
 

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from moe_rl.checks import digests, is_sealed, other_content, parse_json, sealed
+from moe_rl.checks import is_sealed, other_content, parse_json, seal_folder
 from moe_rl.files import naming, sync_folder, write_json, write_tensors
 from moe_rl.measure.logprobs import hf_model
 from moe_rl.rollout import Problem, Rollout, TaskError
@@ -41,6 +41,7 @@ from moe_rl.training.sharding import as_placed, load_whole
 from moe_rl.training.state import State
 
 VERSION = 2
+MANIFEST = "state.json"
 OPTIMIZERS = {"model": "optimizer", "value": "value_optimizer", "reward": "reward_optimizer"}
 """Files of the optimizers, by the module that each trains."""
 KEPT = "checkpoints"
@@ -74,7 +75,7 @@ def keep_policy(state: State) -> None:
     with _staged(state, staging, place):
         _write_policy(state, staging)
         if state.ranks.main:
-            _seal(staging, {"step": state.step})
+            seal_folder(staging, MANIFEST, {"step": state.step})
             staging.rename(place)
             sync_folder(place.parent)
             sync_folder(state.folder)
@@ -132,14 +133,6 @@ def _put(state: State, staging: Path, name: str, tensors: dict[str, Tensor]) -> 
         write_tensors(staging / f"{name}.safetensors", own)
 
 
-def _seal(staging: Path, manifest: Mapping[str, Any]) -> None:
-    """Write `state.json`, with the sum of each file, as the last file; flush all of them."""
-    write_json(staging / "state.json", sealed({**manifest, "files": digests(staging)}))
-    for path in staging.iterdir():
-        _flush(path)
-    sync_folder(staging)
-
-
 def write_state(state: State, staging: Path) -> None:
     """Write all of `state` to the folder `staging`, flushed, with a manifest; every rank must call it."""
     _write_policy(state, staging)
@@ -167,7 +160,8 @@ def write_state(state: State, staging: Path) -> None:
     write_tensors(staging / "rng.safetensors", {"torch": torch.get_rng_state()})
     queue = [batch.step for batch in state.waiting]
     mark = state.log.mark()._asdict()
-    _seal(staging, {"version": VERSION, "step": state.step, "queue_steps": queue, "metrics": mark})
+    about = {"version": VERSION, "step": state.step, "queue_steps": queue, "metrics": mark}
+    seal_folder(staging, MANIFEST, about)
 
 
 def put_in_place(folder: Path) -> None:
@@ -355,8 +349,3 @@ def kept_whole(problems: list[Problem]) -> list[Problem]:
 def _problem(fields: dict[str, Any]) -> Problem:
     messages = fields.get("messages")
     return Problem(**{**fields, "messages": messages and tuple(tuple(message) for message in messages)})
-
-
-def _flush(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

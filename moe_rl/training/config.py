@@ -1,7 +1,7 @@
 """What a training run is made of. Frozen, nested, every field with a default that works on a laptop.
 
 Two arms of a study share all of this but `MethodConfig` (and what the study file says otherwise, which the
-report then lists).
+report then lists). Types say what a number or a name may be (`moe_rl.objectives.bounds`).
 """
 
 from dataclasses import dataclass, field
@@ -9,6 +9,7 @@ from typing import Literal
 
 from moe_rl.objectives import Correction
 from moe_rl.objectives.advantages import Scale
+from moe_rl.objectives.bounds import BelowOne, Count, Fraction, NotNegative, Positive, Seed, Whole
 from moe_rl.objectives.kl import KLEstimator
 from moe_rl.objectives.objective import Advantage, Aggregate, Anchor, RouteWeight
 from moe_rl.objectives.ratios import RatioLevel
@@ -42,25 +43,25 @@ class MethodConfig:
     update, the first one included, as far as the two engines differ (arXiv 2512.01374, table 1). `PR2`: R3 where the
     policy itself samples, under routes that are predicted for the policy after the next updates (arXiv 2606.00395;
     `moe_rl.training.predictor`); evaluation is under natural routing."""
-    predictor_learning_rate: float = 1e-3
+    predictor_learning_rate: Positive = 1e-3
     """PR2 only: of the linear maps that predict, warmed up as the policy's. The paper takes 50 to 10,000 times the
     policy's, which there is 1e-6 or 2e-6."""
-    keep: float = 1.0
+    keep: Fraction = 1.0
     """R2 only: the share of the (token, site) rows of each routing site that are replayed; the others route live."""
     keep_by: Literal["margin", "random"] = "margin"
     """Which rows are kept: `margin`, those that the old policy decided by the least margin s_(k) - s_(k+1) of the
     scores that its router ranks, and that are the first to flip (of a router that first chooses groups of experts, as
     DeepSeek-V3's, only while the same groups are open: a warning says so); `random`, as many at random, a control."""
-    keep_sites: tuple[int, ...] | None = None
+    keep_sites: tuple[Whole, ...] | None = None
     """R2 only: the routing sites that are replayed, counted from 0 in the order of the layers; the others route live.
     None: all of them."""
-    noise: float = 0.0
+    noise: NotNegative = 0.0
     """Stress test: standard deviation of Gaussian noise on the router logits, for selection only, in the update
     forward only. Sampling, scoring, probing and evaluation never see it, nor do rows that are replayed."""
     source: Source | None = None
     """Whose responses are learned from: the current `policy`, the `initial` one, or the task's `demonstrations`. None
     takes the method's own (sft: demonstrations; rft and dpo: initial; all others: policy)."""
-    beta: float = 0.1
+    beta: Positive = 0.1
     """DPO only: strength of the tie to the reference policy."""
 
     ratio: RatioLevel | None = None
@@ -68,25 +69,25 @@ class MethodConfig:
     product over the sequence."""
     gate: str | None = None
     """What is made of ratio and advantage: a name in `moe_rl.objectives.GATES` (clip, mask, cap, sigmoid, ...)."""
-    clip_low: float | None = None
+    clip_low: NotNegative | None = None
     """Lower clip range."""
-    clip_high: float | None = None
+    clip_high: NotNegative | None = None
     """Upper clip range."""
-    dual_clip: float | None = None
+    dual_clip: Positive | None = None
     """Ceiling of the ratio where the advantage is negative; gate `clip` only."""
-    ratio_cap: float | None = None
+    ratio_cap: Positive | None = None
     """Ceiling of the ratio; gates `divergence_tv` and `divergence_kl` only."""
-    temperature_pos: float | None = None
+    temperature_pos: Positive | None = None
     """Temperature for positive advantages; gate `sigmoid` only."""
-    temperature_neg: float | None = None
+    temperature_neg: Positive | None = None
     """Temperature for the others; gate `sigmoid` only."""
-    power_pos: float | None = None
+    power_pos: NotNegative | None = None
     """Power of the ratio for advantages that are not negative; gate `gamma` only."""
-    decay_pos: float | None = None
+    decay_pos: NotNegative | None = None
     """Its exponential decay; gate `gamma` only."""
-    power_neg: float | None = None
+    power_neg: NotNegative | None = None
     """Power of the ratio for negative advantages; gate `gamma` only."""
-    decay_neg: float | None = None
+    decay_neg: NotNegative | None = None
     """Its exponential decay; gate `gamma` only."""
     anchor: Anchor | None = None
     """Denominator of the ratio: `old`, the training engine's old policy, or `rollout`, what the rollout engine itself
@@ -95,11 +96,11 @@ class MethodConfig:
     """Weights that correct for the engine that sampled, e.g. `[{kind: token_mask, low: 0.5, high: 5.0}]`."""
     route_weight: RouteWeight | None = None
     """Where RSPO's router-shift weight enters: before or after the clip, or `none`."""
-    route_floor: float | None = None
+    route_floor: Fraction | None = None
     """The router-shift weight is never below this."""
     aggregate: Aggregate | None = None
     """How tokens become one number: `sequence_mean`, `token_mean`, `sum` or `constant`."""
-    length_constant: float | None = None
+    length_constant: Positive | None = None
     """Divisor of aggregate `constant`, in tokens; None takes the generation budget."""
     local_normalizer: bool | None = None
     """A token mean over each micro-batch by itself; aggregate `token_mean` only."""
@@ -108,7 +109,7 @@ class MethodConfig:
     task, one advantage per token; `decoupled`: several rewards of the task, each normalised by itself (GDPO)."""
     advantage_scale: Scale | None = None
     """`std`, `none` or `batch` (see `group_advantages`)."""
-    kl_coef: float | None = None
+    kl_coef: NotNegative | None = None
     """Coefficient of the KL term to the reference policy (0 for most)."""
     kl_estimator: KLEstimator | None = None
     """Its estimator, `k1`, `k2` or `k3`."""
@@ -120,25 +121,25 @@ class MethodConfig:
 class RolloutConfig:
     """How responses are sampled."""
 
-    prompts: int = 32
+    prompts: Count = 32
     """Prompts per step."""
-    group_size: int = 8
+    group_size: Count = 8
     """Responses per prompt (G)."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Sampling temperature; the policy that is trained is the one at this temperature."""
-    max_new_tokens: int | None = None
+    max_new_tokens: Count | None = None
     """Length limit of a response in tokens; None takes the task's."""
-    lag: int = 0
+    lag: Whole = 0
     """Train on batches that the policy sampled this many steps ago (0: on its own)."""
     rescore: bool = False
     """Under `lag`: what waited is scored again by the weights with which its first update begins. Old
     log-probabilities, and the routes that R2 replays, are then theirs; `anchor: rollout` and corrections still refer
     to the policy that sampled. With `objective: grpo_decoupled` it is AReaL's objective (arXiv 2505.24298)."""
-    segment: int | None = None
+    segment: Count | None = None
     """Partial rollouts: a response is written this many tokens at a time, and after each step of training the new
     weights go on with it, so that several versions of the weights write one response (every token's is kept). Each
-    step begins one batch and trains on the oldest: batches that wait never become fewer, so that one long response
-    makes all later batches as old, those of short responses, too (`version_age`). Old
+    step trains on the oldest batch and begins one, or several until the oldest is finished, or none while the next one
+    is finished, too: after a long response the batches behind it are as old (`version_age`) until they are used up. Old
     log-probabilities, and the routes that R2 replays, are those of the weights with which the batch's first update
     begins; R3 replays each token's route as it was when the token after it was written. None: one version writes
     all."""
@@ -148,13 +149,13 @@ class RolloutConfig:
     in the last digits and, near ties, rarely by an expert: fp32 and the training model itself (kind self) are needed.
     At steps that are probed the pass is made all the same, and rows of kind "engine", pair "engines", say what the two
     differ by."""
-    dynamic_sampling: int = 0
+    dynamic_sampling: Whole = 0
     """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): groups whose rewards are all equal, and teach nothing, are
     replaced by groups of new prompts, in at most this many further samplings per batch; what is left stays. 0: none."""
-    overlong_buffer: int = 0
+    overlong_buffer: Whole = 0
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13; its L_cache): over the last so many tokens before the
     length limit the reward that advantages are made of falls linearly by 1. In tokens; 0: none."""
-    max_batch: int | None = None
+    max_batch: Count | None = None
     """Responses decoded together; None decodes all at once."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Who samples. Evaluation always samples from the training model, so that arms are compared on one thing."""
@@ -164,11 +165,11 @@ class RolloutConfig:
 class OptimConfig:
     """How weights are updated."""
 
-    steps: int = 31
+    steps: Count = 31
     """RL steps; each samples one batch and makes `num_minibatches` updates on it."""
-    num_minibatches: int = 4
+    num_minibatches: Count = 4
     """Updates per batch (GSPO paper, section 5.1: four)."""
-    micro_batch: int | None = None
+    micro_batch: Count | None = None
     """Responses per forward, with or without backward; None takes the whole minibatch. Responses of like length
     share a forward, which then has little padding; with `share_prompts` those of one prompt do. The same
     gradient up to rounding (those of 16 bits add up in 16 bits), but for what is defined on a forward: the balancing
@@ -178,12 +179,12 @@ class OptimConfig:
     P + G (R - 1) tokens instead of G (P + R) with padding (`moe_rl.measure.shared_prompts`). The same gradient up to
     rounding; a sequence's last token has no route then, which counts of slots and loads leave out. For models whose
     layers are attention alone, which is tried out when a run starts."""
-    learning_rate: float = 1e-3
-    warmup_updates: int = 20
+    learning_rate: Positive = 1e-3
+    warmup_updates: Whole = 20
     """Linear learning-rate warm-up, in updates."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    weight_decay: NotNegative = 0.0
+    max_grad_norm: Positive = 1.0
     master_weights: bool = True
     """Keep fp32 copies of trained weights of 16 bits for the updates (12 instead of 4 bytes of optimizer state each).
     Without, an update below 1/512 of a bf16 weight is lost, which at a learning rate of 1e-6 is nearly all of them."""
@@ -193,13 +194,13 @@ class OptimConfig:
     their gradient goes to fp32 master weights, which are rounded anew after each update. The policy of the beginning (a
     KL or DPO reference, `method.source: initial`) is the rounded one; value and reward models are not rounded. With
     `model.lora` the adapters alone are trained, over rounded weights. None: not rounded."""
-    router_lr_multiplier: float = 1.0
+    router_lr_multiplier: Positive = 1.0
     """Learning rate of the routers' own parameters over that of the rest."""
     freeze_router: bool = False
     """Keep the routers' own parameters fixed (routes still move with the hidden states)."""
-    aux_loss_coef: float = 0.0
+    aux_loss_coef: NotNegative = 0.0
     """Coefficient of the load-balancing loss. Off by default: it is a confounder of stability studies."""
-    expert_bias_rate: float = 0.0
+    expert_bias_rate: NotNegative = 0.0
     """Balancing without a loss (arXiv 2408.15664, algorithm 1; DeepSeek-V3): after each update the selection bias of an
     expert moves by this much, up where it had fewer than the even number of the minibatch's tokens, down where more. In
     units of what the router ranks (probabilities for Qwen3-MoE, OLMoE and Mixtral). The bias acts on the choice alone,
@@ -211,7 +212,7 @@ class OptimConfig:
     """An update whose gradient is not finite: stop the run, or leave it out and go on. It is kept under `incidents/`
     either way (`moe_rl.training.incidents`), and moves no weight. A forward that gives no finite
     log-probabilities stops the run whatever is set here: there is no update to leave out."""
-    reference_reset_every: int = 0
+    reference_reset_every: Whole = 0
     """Iterative GRPO: the current policy becomes the KL reference every this many steps (0: never). Batches that wait
     (`rollout.lag`) keep what the reference of their scoring said."""
 
@@ -223,13 +224,13 @@ class ValueConfig:
     model: Literal["separate", "head"] = "separate"
     """`separate`: a backbone as large as the policy's, begun as a copy of it. `head`: a linear map of the policy's last
     hidden states, whose gradient stops there."""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """Warmed up as the policy's."""
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
     """Discount of generalised advantage estimation."""
-    lam: float = 0.95
+    lam: Fraction = 0.95
     """Its trace decay; 1 gives returns minus values."""
-    clip: float | None = 0.2
+    clip: Positive | None = 0.2
     """How far a value may move from the old one in one step's updates and still count; None: no clip."""
     whiten: bool = True
     """Advantages with mean 0 and variance 1 over the batch's tokens, as PPO codes do."""
@@ -242,18 +243,18 @@ class RewardConfig:
     model: Literal["verifier", "learned"] = "verifier"
     """`verifier`: the task's own. `learned`: a model trained on the verifier's verdicts, retrained as the policy moves
     (iterative GRPO; its reference is reset by `optim.reference_reset_every`)."""
-    learning_rate: float = 1e-3
-    initial_batches: int = 8
+    learning_rate: Positive = 1e-3
+    initial_batches: Count = 8
     """Batches of the initial policy that the reward model learns from before the first step."""
-    retrain_every: int = 10
+    retrain_every: Count = 10
     """Steps between retrainings."""
-    epochs: int = 8
+    epochs: Count = 8
     """Passes over the comparisons of a retraining."""
-    batch_size: int = 32
+    batch_size: Count = 32
     """Comparisons per update."""
-    history_fraction: float = 0.1
+    history_fraction: BelowOne = 0.1
     """Share of older comparisons in a retraining (arXiv:2402.03300: a tenth)."""
-    history_size: int = 10_000
+    history_size: Count = 10_000
     """Older comparisons that are kept, a random choice if there are more."""
 
 
@@ -261,9 +262,9 @@ class RewardConfig:
 class EvalConfig:
     """Evaluation on held-out prompts, sampled at the training temperature."""
 
-    every: int = 10
+    every: Whole = 10
     """Steps between evaluations (0: never). The first and the last policy are always evaluated."""
-    prompts: int = 128
+    prompts: Count = 128
     """Held-out prompts, the same at every evaluation, in every arm and seed. Those of a file (task `jsonl`) are taken
     without repeats, in one random order; if there are fewer, from its beginning again."""
 
@@ -272,11 +273,11 @@ class EvalConfig:
 class ProbeConfig:
     """What is measured on a fixed subset after each update, in every arm, with and without replay."""
 
-    every: int = 1
+    every: Whole = 1
     """Steps between probed steps (0: never)."""
-    sequences: int = 32
+    sequences: Whole = 32
     """Responses of the step's batch that are probed, spread over its groups."""
-    tokens_every: int = 10
+    tokens_every: Whole = 10
     """Steps between steps whose per-token values and routes are written to Parquet (0: never), if they are probed: with
     `every: 4` and 10 here, every 20 steps."""
     floor: bool = True
@@ -288,7 +289,7 @@ class ProbeConfig:
     live routing with that under the old policy's routes: cosine and norms, by layer and of the routers, and the cosine
     between two halves of the responses. Costs four forwards and backwards of the subset per update, and four gradients
     in memory. One process only."""
-    decompose_every: int = 0
+    decompose_every: Whole = 0
     """Steps between steps after whose updates the log-ratio of the probed responses is split into weights, routes and
     their interaction, also by routing site (0: never). Keeps a CPU copy of the weights during such a step; costs 3 + 2L
     forwards of the subset per update at L routing sites."""
@@ -301,7 +302,7 @@ class DistributedConfig:
     strategy: Literal["none", "ddp", "fsdp2"] = "none"
     """`none`: one process. `ddp`: a whole copy of the model on each. `fsdp2`: weights, gradients and optimizer states
     are sharded."""
-    processes: int | None = None
+    processes: Count | None = None
     """How many must have been started; None: any number, but more than one for ddp and fsdp2."""
     compute_dtype: Literal["bfloat16", "float16"] | None = None
     """fsdp2 only: the dtype in which weights are gathered and layers compute, while `model.dtype` is that of the shards
@@ -328,11 +329,11 @@ class RunConfig:
     tracker: Literal["trackio", "wandb", "tensorboard"] | None = None
     """Send the metrics to a tracker as well (an optional package each). wandb uses the network unless it is told not
     to; null sends nothing anywhere."""
-    checkpoint_every: int = 10
+    checkpoint_every: Count = 10
     """Steps between checkpoints (the last step always writes one). Each takes the place of the one before."""
-    keep_policy_every: int = 0
+    keep_policy_every: Whole = 0
     """Steps between policies that stay, from the first one on, in `checkpoints/step_NNNNNN/` in hub format: for
     `moe-rl drift`, and for a run that starts from one (`model.path`). 0: none. Each takes the disk space of the model,
     in `model.dtype`."""
-    seed: int = 0
+    seed: Seed = 0
     """Prompts, sampling, minibatch order and noise are drawn from it; arms with one seed share these draws."""

@@ -95,7 +95,6 @@ class Group(Ranks):
     # -- models ----------------------------------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, optimizer: Any) -> Any:
-        """Model and optimizer under the strategy, made sure of."""
         if self.mesh is not None:
             before = dict(model.named_parameters())
             self.shard(model)
@@ -123,7 +122,6 @@ class Group(Ranks):
 
     @property
     def loads(self) -> bool:
-        """Whether this rank loads weights: under fsdp2 the first alone, since the others get shards of its own."""
         return self.mesh is None or self.main
 
     @contextmanager
@@ -171,11 +169,7 @@ class Group(Ranks):
         return self._joined(own, problems)
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """Which of `count` things are this rank's: consecutive ones, as many as every other rank's, give or take one.
-
-        Raises:
-            DistributedError: fewer things than ranks.
-        """
+        """Consecutive ones, as many as every other rank's, give or take one; DistributedError for fewer than ranks."""
         if count < self.size:
             raise DistributedError(f"{count} things cannot be shared by {self.size} ranks: one each at least")
         rank = self.rank if rank is None else rank
@@ -186,7 +180,6 @@ class Group(Ranks):
         return batch.rows(torch.tensor(self.share(len(batch))))
 
     def gather(self, own: Shaped[Tensor, "n ..."], count: int) -> Shaped[Tensor, "N ..."]:
-        """All `count` rows, on every rank, of which each computed its `share`; on the device of `own`. Detached."""
         sizes = [len(self.share(count, rank)) for rank in range(self.size)]
         if len(own) != sizes[self.rank]:
             raise DistributedError(f"rank {self.rank} has {len(own)} rows to gather; its share is {sizes[self.rank]}")
@@ -257,8 +250,7 @@ class Group(Ranks):
         self.agree(what, digest(*own))
 
     def agree_on_weights(self, model: nn.Module) -> None:
-        """Raises DistributedError unless all ranks loaded the same: under fsdp2 the same shapes and dtypes, since they
-        will get the weights of rank 0, else also the same weights."""
+        # Under fsdp2 the same shapes and dtypes: they will get the weights of rank 0.
         self.agree("the weights that they loaded", fingerprint(model, sums=self.mesh is None))
 
     def first(self, act: Callable[[], bool]) -> bool:

@@ -30,7 +30,7 @@ from moe_rl.training.config import RunConfig
 from moe_rl.training.dpo import pairs_of
 from moe_rl.training.incidents import NotFiniteError, gradient_incident, keep_incident
 from moe_rl.training.levers import with_part_to_replay
-from moe_rl.training.memory import memory_metrics
+from moe_rl.training.optimizer import memory_metrics
 from moe_rl.training.other_methods import (
     other_advantages,
     other_responses,

@@ -1,16 +1,8 @@
 """An arm's method, resolved: where its responses come from, what they are worth, what is minimised.
 
-The unified view of DeepSeekMath (arXiv:2402.03300, A.1): every method's gradient is an expectation of
-GC(q, o, t) grad log pi(o_t | q, o_<t). Methods differ in the data (`Method.source`) and in the gradient coefficient
-GC (`Method.advantage` through `Method.objective`; for DPO, `Method.pairs`):
-
-    method       source           coefficient
-    sft          demonstrations   1
-    rft          initial          1[correct]
-    dpo          initial          +-beta sigma(beta (margin of the worse - margin of the better))
-    online_rft   policy           1[correct]
-    ppo          policy           A_t of a value model, times what ratio and clip make of it
-    grpo, ...    policy           A of the group, likewise
+In the unified view of DeepSeekMath (its table: `moe_rl.objectives.preferences`) methods differ in the data
+(`Method.source`) and in the gradient coefficient (`Method.advantage` through `Method.objective`; for DPO,
+`Method.pairs`).
 """
 
 from dataclasses import asdict, dataclass, fields, replace

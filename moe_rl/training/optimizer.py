@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
 from moe_rl.rollout.engines import round_layers
 from moe_rl.routing import router_parameters
 from moe_rl.training.config import OptimConfig
+from moe_rl.training.ranks import Ranks
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -81,14 +82,14 @@ class MasterAdamW(Optimizer):
             for name, value in state_dict["state"].get(index, {}).items():
                 self.state[parameter][name] = value.to("cpu" if name == "step" else parameter.device)
 
-    def _begin(self, parameter: torch.Tensor) -> None:
+    def _begin(self, parameter: Tensor) -> None:
         state = self.state[parameter]
         state["step"] = torch.zeros((), dtype=torch.float32)
         state["master"] = parameter.detach().float().clone()
         state["exp_avg"] = torch.zeros_like(state["master"])
         state["exp_avg_sq"] = torch.zeros_like(state["master"])
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         if not self.state[parameter]:
             self._begin(parameter)
         state = self.state[parameter]
@@ -158,3 +159,28 @@ def policy_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     optimizer = make_optimizer(groups, config.betas, config.weight_decay, rounding=rounding)
     round_layers(model, config.weight_format)
     return optimizer
+
+
+def memory_metrics(
+    trained: dict[str, tuple[nn.Module, Any]], frozen: dict[str, nn.Module], ranks: Ranks
+) -> dict[str, int]:
+    """Parameters, and bytes of weights and optimizer states, of everything that a method trains or keeps.
+
+    `<name>_parameters`, `<name>_bytes` for each model; `<name>_optimizer_bytes` for those that are trained, 0 before
+    the first update; on a GPU also `peak_bytes`, the most that torch held at once since the process began, the largest
+    over ranks. Parameters that two models share (a LoRA policy and its reference) count for the first alone; of sharded
+    ones all shards count.
+    """
+    found: dict[str, int] = {}
+    counted: set[int] = set()
+    for name, module in ({name: module for name, (module, _) in trained.items()} | frozen).items():
+        own = [p for p in module.parameters() if id(p) not in counted]
+        counted |= {id(p) for p in own}
+        found[f"{name}_parameters"] = sum(p.numel() for p in own)
+        found[f"{name}_bytes"] = sum(p.numel() * p.element_size() for p in own)
+    for name, (_, optimizer) in trained.items():
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        found[f"{name}_optimizer_bytes"] = sum(s.numel() * s.element_size() for s in states if isinstance(s, Tensor))
+    if ranks.device.type == "cuda":
+        found["peak_bytes"] = int(ranks.largest(torch.cuda.max_memory_allocated(ranks.device)))
+    return found

@@ -5,6 +5,7 @@ policy's routes on the same weights. The difference between the two is what rout
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from moe_rl.training.rollout_engine import from_engine
 from moe_rl.training.token_tables import Observation, routers_said
 
 
+@dataclass(eq=False)
 class Probe:
     """One step's probe: a subset of its batch, measured against the batch's old policy after each update.
 
@@ -45,24 +47,20 @@ class Probe:
         observations: one per update so far, if `live` and `tables`.
     """
 
-    def __init__(
-        self,
-        policy: nn.Module,
-        part: Batch,
-        ranks: Ranks,
-        temperature: float,
-        *,
-        live: bool,
-        decompose: bool,
-        loss: Callable[[Batch], Tensor] | None = None,
-        tables: bool = False,
-    ):
-        self.policy, self.part, self.ranks, self.temperature = policy, part, ranks, temperature
-        self.loss, self.tables = loss, tables
-        self.observations: list[Observation] = []
-        self.old_logits = self._old_router_logits() if live else None  # on the CPU
+    policy: nn.Module
+    part: Batch
+    ranks: Ranks
+    temperature: float
+    live: bool
+    decompose: bool
+    loss: Callable[[Batch], Tensor] | None = None
+    tables: bool = False
+    observations: list[Observation] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.old_logits = self._old_router_logits() if self.live else None  # on the CPU
         self._old_said: dict[str, Tensor] = {}
-        self.decomposition = Decomposition(policy, part, temperature) if decompose else None
+        self.decomposition = Decomposition(self.policy, self.part, self.temperature) if self.decompose else None
 
     def rows(self, update: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Measure the policy after `update`: kind ("probe", "engine", "decomposition") and values of each row."""

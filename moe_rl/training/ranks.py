@@ -56,7 +56,7 @@ class Ranks(Accelerator):
 
     @property
     def loads(self) -> bool:
-        """Whether this rank loads weights."""
+        """Whether this rank loads weights; under fsdp2 the first alone, since the others get shards of its own."""
         return True
 
     def shard(self, module: nn.Module) -> nn.Module:
@@ -93,7 +93,8 @@ class Ranks(Accelerator):
         return batch
 
     def gather(self, own: Shaped[Tensor, "n ..."], count: int) -> Shaped[Tensor, "N ..."]:
-        """All `count` rows, on every rank, of which each computed its `share`; on the device of `own`."""
+        """All `count` rows, on every rank, of which each computed its `share`; on the device of `own`. Of
+        several processes detached."""
         return own
 
     def gather_routes(self, own: RoutedExperts, count: int) -> RoutedExperts:

@@ -18,6 +18,7 @@ import copy
 import random
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -57,47 +58,44 @@ def build_engine(config: RolloutConfig, model: nn.Module, tokenizer: Any, ranks:
 # -- the watch over its weights ----------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class SyncGuard:
-    """An engine, and what is needed to know that its weights are the training model's.
+    """An engine, and what is needed to know that its weights are the training model's. It is made while `model` and
+    `engine` hold the same weights: it calibrates and tests the sync.
 
     Attributes:
         engine: what samples.
+        build: makes such an engine anew, or this one.
+        worst: the largest of what several ranks found, each with an engine of its own, so that all find the same.
+        batch_size: responses of the probe that one call scores, None: all.
         gap: mean absolute difference of the two log-probabilities on the probe at the last sync, nats per token; of the
             worst rank.
         tolerance: what `gap` may be; nats per token.
+
+    Raises:
+        EngineError: the two disagree by more than the engine's `tolerance` allows; a tensor does not arrive.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        model: nn.Module,
-        probe: Rollout,
-        temperature: float,
-        build: Callable[[], Engine],
-        worst: Callable[[float], float] = float,
-        batch_size: int | None = None,
-    ):
-        """Calibrates and tests the sync; `model` and `engine` hold the same weights. `build` makes such an engine anew,
-        or this one.
-        Of several ranks each has an engine; `worst` is the largest of what they found, so that all find the same.
-        `batch_size`: responses of the probe that one call scores, None: all.
+    engine: Engine
+    model: nn.Module
+    probe: Rollout
+    temperature: float
+    build: Callable[[], Engine]
+    worst: Callable[[float], float] = float
+    batch_size: int | None = None
 
-        Raises:
-            EngineError: the two disagree by more than the engine's `tolerance` allows; a tensor does not arrive.
-        """
-        self.engine, self.model, self.probe, self.temperature = engine, model, probe, temperature
-        self.build, self.worst = build, worst
-        self.parts = torch.arange(len(probe)).split(batch_size or len(probe))
+    def __post_init__(self) -> None:
+        self.parts = torch.arange(len(self.probe)).split(self.batch_size or len(self.probe))
         loaded = self._engine_logps()
         self.gap = self.worst(self._distance(loaded, self._model_logps()))
-        if not self.gap <= engine.tolerance.most:
+        if not self.gap <= self.engine.tolerance.most:
             raise EngineError(
                 f"the rollout engine disagrees with the training model by {self.gap:.3g} nats per token on the weights "
-                f"that it was just loaded with; its arithmetic explains at most {engine.tolerance.most:g}. Other "
+                f"that it was just loaded with; its arithmetic explains at most {self.engine.tolerance.most:g}. Other "
                 "weights, another temperature, processed instead of raw log-probabilities, or another chat template "
                 "or tokenizer?"
             )
-        self.tolerance = max(FACTOR * self.gap, engine.tolerance.least)
+        self.tolerance = max(FACTOR * self.gap, self.engine.tolerance.least)
         self._test(loaded)
 
     def sync(self, version: int) -> None:

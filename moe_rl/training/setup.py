@@ -128,19 +128,13 @@ def _begin(
     return state
 
 
-def _routes_of_sampler(state: State) -> Scorer:
-    temperature = state.config.rollout.temperature
-    if state.predictor:
-        return PredictedRoutes(state.policy, temperature, state.predictor)
-    return EngineRoutes(state.policy, temperature)
-
-
 def scorers_of(state: State) -> tuple[Scorer, ...]:
     """Who has to be asked about rollouts beside the old policy, for what the configuration wants."""
-    temperature = state.config.rollout.temperature
+    policy, temperature, predictor = state.policy, state.config.rollout.temperature, state.predictor
+    sampler = PredictedRoutes(policy, temperature, predictor) if predictor else EngineRoutes(policy, temperature)
     asked = (
         Margins() if state.config.method.keep < 1 else None,
-        _routes_of_sampler(state) if state.records_routes else None,
+        sampler if state.records_routes else None,
         RouterScores() if state.method.weighs_routes else None,
         None if state.reference is None else Reference(state.reference, temperature),
         state.critic,

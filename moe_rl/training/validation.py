@@ -1,19 +1,17 @@
 """Refuse what cannot run before anything is computed: every message names the field and the remedy."""
 
-from moe_rl.objectives.bounds import unknown
+from moe_rl.objectives.bounds import check_settings, unknown
 from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.presets import OBJECTIVES
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engine_config import CONTINUING_KINDS, EngineError, check_engine
 from moe_rl.training.config import DPO, IN_GROUPS, OF_SAMPLER, ProbeConfig, RunConfig
 from moe_rl.training.method import Method, overrides, resolve_method
-from moe_rl.training.ranges import check_settings
 
 
 def validate(config: RunConfig) -> None:
-    """Raises ValueError naming the field and the remedy: first each setting by itself (`moe_rl.training.ranges`), then
-    what they must agree on. A configuration, which is frozen, is looked at once; what `dataclasses.replace` makes of it
-    is another."""
+    """Raises ValueError naming the field and the remedy: first each setting by itself (its type), then what they must
+    agree on. A configuration, which is frozen, is looked at once; what `dataclasses.replace` makes of it is another."""
     if getattr(config, "_validated", None) == id(config):
         return
     check_settings(config)
@@ -31,18 +29,6 @@ def validate(config: RunConfig) -> None:
         f"probe.sequences: between 1 and the batch's {responses} responses, got {probe.sequences}"
         + (", its default" if probe.sequences == ProbeConfig().sequences else ""),
     )
-    for field, ok in (
-        ("probe.every: the steps at which they are compared, 0 means never", probe.every > 0),
-        ("distributed.strategy: gradients are compared in one process", config.distributed.strategy == "none"),
-        ("probe.sequences: the responses are halved", probe.sequences > 1),
-        ("method.objective: its loss is of pairs, which halving tears apart", not method.pairs),
-    ):
-        require(ok or not probe.gradients, f"probe.gradients does not go with this {field}")
-    for field, ok in (
-        ("model.lora, whose weights have PEFT's names", config.model.lora is None),
-        ("optim.expert_bias_rate, whose bias it has no place for", not optim.expert_bias_rate),
-    ):
-        require(ok or not config.keep_policy_every, f"keep_policy_every keeps hub format and does not go with {field}")
     require(
         config.distributed.compute_dtype is None or config.distributed.strategy == "fsdp2",
         "distributed.compute_dtype: only fsdp2 computes in another dtype than it stores; use model.dtype",
@@ -65,18 +51,20 @@ def validate(config: RunConfig) -> None:
     _reward(config, method)
     _dapo(config, method)
     _levers(config, method)
-    _prediction(config)
-    _scoring(config, method)
-    _sharing(config, method)
-    _partial(config, method)
-    _rescoring(config, method)
-    _turns(config, method)
+    _exclusions(config, method)
     object.__setattr__(config, "_validated", id(config))  # of this very object, not of a copy
 
 
 def require(ok: bool, message: str) -> None:
     if not ok:
         raise ValueError(message)
+
+
+def excludes(on: object, setting: str, *others: tuple[str, object], remedy: str = "") -> None:
+    """Raises ValueError, where a setting is on, for the first of the others (field and reason) that is not as it needs
+    it."""
+    for field, ok in others if on else ():
+        require(bool(ok), f"{setting} does not go with this {field}{remedy}")
 
 
 def _method(config: RunConfig) -> Method:
@@ -179,12 +167,6 @@ def _engine(config: RunConfig, method: Method) -> None:
         "method.source: a rollout engine and replay R3 or PR2 speak of what the current policy samples, got "
         f"{method.source!r} responses; use rollout.engine.kind: self, and replay none or R2",
     )
-    if config.rollout.engine.kind == "vllm":
-        for field, ok in (
-            ("model.lora: vLLM is given whole weights; leave it out, or use kind hf", config.model.lora is None),
-            ("distributed.strategy: one process; set none", config.distributed.strategy == "none"),
-        ):
-            require(ok, f"rollout.engine.kind: vllm does not go with this {field}")
 
 
 def _supervision(config: RunConfig, method: Method) -> None:
@@ -230,39 +212,6 @@ def _reward(config: RunConfig, method: Method) -> None:
     require(method.source != "demonstrations", f"{why}; use policy or initial, or reward.model: verifier")
 
 
-def _scoring(config: RunConfig, method: Method) -> None:
-    if config.rollout.scoring == "pass":
-        return
-    own, rollout = config.method, config.rollout
-    for field, ok in (
-        ("rollout.engine.kind: another engine samples, whose numbers are its own", rollout.engine.kind == "self"),
-        ("method.source: the responses are not the policy's", method.source == "policy"),
-        ("method.replay: R3 replays the sampler's routes already; use R2, which then are the same", own.replay != "R3"),
-        ("method.replay: PR2 learns from what routers say in a pass", own.replay != "PR2"),
-        ("method.keep: the part of the routes is chosen by margins, which a pass measures", own.keep == 1),
-        ("method.objective: it weighs tokens by router scores, which a pass records", not method.weighs_routes),
-        ("method.advantage: the value model reads the states of a pass", method.advantage != "gae"),
-        ("rollout.segment: several versions of the weights wrote a response", rollout.segment is None),
-        ("model.dtype: decoding and a pass agree closely in float32 only", config.model.dtype == "float32"),
-    ):
-        require(ok, f"rollout.scoring: decoding does not go with this {field}; use pass")
-
-
-def _sharing(config: RunConfig, method: Method) -> None:
-    if not config.optim.share_prompts:
-        return
-    own, optim = config.method, config.optim
-    for field, ok in (
-        ("method.noise: it is drawn for every token of every response", not own.noise),
-        ("method.keep: the part of the routes is chosen by margins, of each response", own.keep == 1),
-        ("method.objective: it weighs tokens by router scores, of each response", not method.weighs_routes),
-        ("method.advantage: the value model reads the states of each response", method.advantage != "gae"),
-        ("optim.expert_bias_rate: last tokens would be missing in the loads; set 0", not optim.expert_bias_rate),
-        ("optim.aux_loss_coef: a load of prompts that count once is another one; set 0", not optim.aux_loss_coef),
-    ):
-        require(ok, f"optim.share_prompts does not go with this {field}")
-
-
 def _levers(config: RunConfig, method: Method) -> None:
     own, optim = config.method, config.optim
     require(
@@ -306,19 +255,6 @@ def _levers(config: RunConfig, method: Method) -> None:
         )
 
 
-def _prediction(config: RunConfig) -> None:
-    if config.method.replay != "PR2":
-        return
-    for field, ok in (
-        ("rollout.engine.kind: the policy's own routers are predicted; use self", config.rollout.engine.kind == "self"),
-        ("method.noise: replay does not see it, but what routers say would be read beside it", not config.method.noise),
-        ("optim.share_prompts: routers are read token by token of each response", not config.optim.share_prompts),
-        ("distributed.strategy: one process trains the predictors; use none", config.distributed.strategy == "none"),
-        ("optim.num_minibatches: it learns from a batch's second update on; use 2", config.optim.num_minibatches > 1),
-    ):
-        require(ok, f"method.replay: PR2 does not go with this {field}")
-
-
 def _dapo(config: RunConfig, method: Method) -> None:
     rollout = config.rollout
     if rollout.dynamic_sampling:
@@ -344,56 +280,99 @@ def _dapo(config: RunConfig, method: Method) -> None:
         )
 
 
-_CONTINUING = "it cannot go on with a text; use self or hf"
-
-
-def _partial(config: RunConfig, method: Method) -> None:
-    rollout = config.rollout
-    if rollout.segment is None:
-        return
-    for field, ok in (
+def _exclusions(config: RunConfig, method: Method) -> None:
+    own, rollout, optim, probe = config.method, config.rollout, config.optim, config.probe
+    kind, one_process = rollout.engine.kind, config.distributed.strategy == "none"
+    goes_on = ("rollout.engine.kind: it cannot go on with a text; use self or hf", kind in CONTINUING_KINDS)
+    whole_routes = own.keep == 1
+    excludes(
+        kind == "vllm",
+        "rollout.engine.kind: vllm",
+        ("model.lora: vLLM is given whole weights; leave it out, or use kind hf", config.model.lora is None),
+        ("distributed.strategy: one process; set none", one_process),
+    )
+    excludes(
+        probe.gradients,
+        "probe.gradients",
+        ("probe.every: the steps at which they are compared, 0 means never", probe.every > 0),
+        ("distributed.strategy: gradients are compared in one process", one_process),
+        ("probe.sequences: the responses are halved", probe.sequences > 1),
+        ("method.objective: its loss is of pairs, which halving tears apart", not method.pairs),
+    )
+    excludes(
+        own.replay == "PR2",
+        "method.replay: PR2",
+        ("rollout.engine.kind: the policy's own routers are predicted; use self", kind == "self"),
+        ("method.noise: replay does not see it, but what routers say would be read beside it", not own.noise),
+        ("optim.share_prompts: routers are read token by token of each response", not optim.share_prompts),
+        ("distributed.strategy: one process trains the predictors; use none", one_process),
+        ("optim.num_minibatches: it learns from a batch's second update on; use 2", optim.num_minibatches > 1),
+    )
+    excludes(
+        rollout.scoring == "decoding",
+        "rollout.scoring: decoding",
+        ("rollout.engine.kind: another engine samples, whose numbers are its own", kind == "self"),
+        ("method.source: the responses are not the policy's", method.source == "policy"),
+        ("method.replay: R3 replays the sampler's routes already; use R2, which then are the same", own.replay != "R3"),
+        ("method.replay: PR2 learns from what routers say in a pass", own.replay != "PR2"),
+        ("method.keep: the part of the routes is chosen by margins, which a pass measures", whole_routes),
+        ("method.objective: it weighs tokens by router scores, which a pass records", not method.weighs_routes),
+        ("method.advantage: the value model reads the states of a pass", method.advantage != "gae"),
+        ("rollout.segment: several versions of the weights wrote a response", rollout.segment is None),
+        ("model.dtype: decoding and a pass agree closely in float32 only", config.model.dtype == "float32"),
+        remedy="; use pass",
+    )
+    excludes(
+        optim.share_prompts,
+        "optim.share_prompts",
+        ("method.noise: it is drawn for every token of every response", not own.noise),
+        ("method.keep: the part of the routes is chosen by margins, of each response", whole_routes),
+        ("method.objective: it weighs tokens by router scores, of each response", not method.weighs_routes),
+        ("method.advantage: the value model reads the states of each response", method.advantage != "gae"),
+        ("optim.expert_bias_rate: last tokens would be missing in the loads; set 0", not optim.expert_bias_rate),
+        ("optim.aux_loss_coef: a load of prompts that count once is another one; set 0", not optim.aux_loss_coef),
+    )
+    excludes(
+        rollout.segment is not None,
+        "rollout.segment",
         ("rollout.lag: batches that wait already have one version each; set 0", rollout.lag == 0),
         ("rollout.dynamic_sampling: groups of other versions would fill up; set 0", not rollout.dynamic_sampling),
-        ("distributed.strategy: one process writes the segments; set none", config.distributed.strategy == "none"),
-        (f"rollout.engine.kind: {_CONTINUING}", rollout.engine.kind in CONTINUING_KINDS),
+        ("distributed.strategy: one process writes the segments; set none", one_process),
+        goes_on,
         ("reward.model: learned from responses of one version; use verifier", config.reward.model == "verifier"),
         (f"method.source: {method.source!r} responses have no versions; use policy", method.source == "policy"),
         ("method.objective: pairs (dpo) are of one version", not method.pairs),
-    ):
-        require(ok, f"rollout.segment does not go with this {field}")
+    )
     require(
-        config.method.replay == "none" or method.objective.anchor == "old",
+        rollout.segment is None or own.replay == "none" or method.objective.anchor == "old",
         "method.replay: under rollout.segment the tokens that one version wrote were scored with its own routes over "
         "the whole text before them, and the next version's with others; no one set of routes gives the sampler's "
         "log-probabilities back, so that a ratio anchored at the rollout is not defined under replay. Use anchor old",
     )
-
-
-def _rescoring(config: RunConfig, method: Method) -> None:
-    own, rollout = config.method, config.rollout
-    if not rollout.rescore:
-        return
-    for field, ok in (
+    excludes(
+        rollout.rescore,
+        "rollout.rescore",
         ("rollout.lag of 0: nothing waits, and its first update begins with the weights that scored it", rollout.lag),
         ("method.replay: R3 and PR2 replay the sampler's routes; use none or R2", own.replay in ("none", "R2")),
-        ("method.keep: the part of the routes is chosen by margins when a batch is sampled; use 1", own.keep == 1),
+        ("method.keep: the part of the routes is chosen by margins when a batch is sampled; use 1", whole_routes),
         ("method.objective: pairs (dpo) have no ratio", not method.pairs),
-    ):
-        require(bool(ok), f"rollout.rescore does not go with this {field}")
-
-
-def _turns(config: RunConfig, method: Method) -> None:
-    if not hasattr(make_task(config.task), "reply"):
-        return
-    for field, ok in (
-        ("rollout.segment: a turn is written by one version; leave it out", config.rollout.segment is None),
-        ("distributed.strategy: one process; set none", config.distributed.strategy == "none"),
-        (f"rollout.engine.kind: {_CONTINUING}", config.rollout.engine.kind in CONTINUING_KINDS),
+    )
+    excludes(
+        hasattr(make_task(config.task), "reply"),
+        f"task.name: {config.task.name} has several turns, which",
+        ("rollout.segment: a turn is written by one version; leave it out", rollout.segment is None),
+        ("distributed.strategy: one process; set none", one_process),
+        goes_on,
         (
             f"method.advantage: {method.advantage!r} follows the tokens of one turn; use group or leave_one_out",
             method.advantage in ("group", "leave_one_out"),
         ),
         (f"method.source: {method.source!r} responses; use policy", method.source == "policy"),
         ("reward.model: learned from responses of one turn; use verifier", config.reward.model == "verifier"),
-    ):
-        require(ok, f"task.name: {config.task.name} has several turns, which does not go with this {field}")
+    )
+    excludes(
+        config.keep_policy_every,
+        "keep_policy_every keeps hub format and",
+        ("model.lora, whose weights have PEFT's names", config.model.lora is None),
+        ("optim.expert_bias_rate, whose bias it has no place for", not optim.expert_bias_rate),
+    )

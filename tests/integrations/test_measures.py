@@ -1,6 +1,7 @@
 """What is measured over several processes, with a second one that is played."""
 
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,16 @@ def test_change_at_a_first_update_is_the_largest_of_all_processes(here, there):
     measures.minibatches = [minibatch(0.0), minibatch(here)]
     measures.update(1, 1, lr=0.1, aux_loss_coef=None)
     assert log["routing/first_change"] == [0.04]
+
+
+def test_an_update_without_any_route_says_nothing_of_what_was_replayed():
+    """Sequences that the engine gave without routes: 0 would say that routes were there and were not replayed."""
+    log = defaultdict(list)
+    measures = Measures(Ranks(beside()), log, sequence_clip=False)
+    for routed in (0, 6):
+        measures.minibatches = [replace(minibatch(0.0), routed_rows=routed)]
+        measures.update(1, 1, lr=0.1, aux_loss_coef=None)
+    assert log["routing/replayed_fraction"] == [0.0]
 
 
 def test_no_process_waits_for_log_probabilities_that_another_does_not_have():

@@ -88,13 +88,19 @@ def test_a_cold_start_that_diverges_stops():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 0}, "model.cold_start.steps: expected at least 1, got 0"),
-        ({"batch_size": 0}, "model.cold_start.batch_size: expected at least 1, got 0"),
-        ({"until_reward": 1.5}, r"model.cold_start.until_reward: expected above 0 and at most 1, or null, got 1\.5"),
-        ({"check_every": 0}, "model.cold_start.check_every: expected at least 1, got 0"),
-        ({"check_problems": 0}, "model.cold_start.check_problems: expected at least 1, got 0"),
-        ({"learning_rate": 0.0}, r"model.cold_start.learning_rate: expected a positive number, got 0\.0"),
-        ({"demonstration_noise": 2.0}, r"model.cold_start.demonstration_noise: expected between 0 and 1, got 2\.0"),
+        ({"steps": 0}, "model.cold_start.steps: expected a whole number of at least 1, got 0"),
+        ({"batch_size": 0}, "model.cold_start.batch_size: expected a whole number of at least 1, got 0"),
+        (
+            {"until_reward": 1.5},
+            r"model.cold_start.until_reward: expected a finite number above 0 and of at most 1, got 1\.5",
+        ),
+        ({"check_every": 0}, "model.cold_start.check_every: expected a whole number of at least 1, got 0"),
+        ({"check_problems": 0}, "model.cold_start.check_problems: expected a whole number of at least 1, got 0"),
+        ({"learning_rate": 0.0}, r"model.cold_start.learning_rate: expected a finite number above 0, got 0\.0"),
+        (
+            {"demonstration_noise": 2.0},
+            r"demonstration_noise: expected a finite number of at least 0 and of at most 1, got 2\.0",
+        ),
     ],
 )
 def test_impossible_cold_starts_are_refused(change, message):

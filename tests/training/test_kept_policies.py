@@ -136,5 +136,5 @@ def test_what_hub_format_cannot_hold_is_not_kept():
         (replace(MICRO, optim=replace(MICRO.optim, expert_bias_rate=0.01)), r"optim\.expert_bias_rate"),
     ):
         validate(config)
-        with pytest.raises(ValueError, match=f"keep_policy_every .* does not go with {said}"):
+        with pytest.raises(ValueError, match=f"keep_policy_every .* does not go with this {said}"):
             validate(replace(config, keep_policy_every=1))

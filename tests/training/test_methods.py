@@ -31,7 +31,7 @@ from moe_rl.training import (
     validate,
 )
 from moe_rl.training.loop import advantages_of, collect_batch, responses
-from moe_rl.training.memory import memory_metrics
+from moe_rl.training.optimizer import memory_metrics
 from moe_rl.training.score import score_rollout
 
 MICRO = replace(MICRO, eval=EvalConfig(prompts=4), probe=ProbeConfig(every=0), checkpoint_every=9)  # at the end

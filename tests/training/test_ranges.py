@@ -8,12 +8,25 @@ import typing
 
 import pytest
 
+from moe_rl.objectives import Objective
+from moe_rl.objectives.bounds import Range, check_settings, field_types
 from moe_rl.policy.lora import LoraConfig
 from moe_rl.policy.models import ModelConfig
-from moe_rl.training import RunConfig, validate
-from moe_rl.training.ranges import RANGES, check_settings
+from moe_rl.training import MethodConfig, RunConfig, validate
 
 FULL = RunConfig(model=ModelConfig(lora=LoraConfig()))
+
+
+def numbers_of(cls, prefix=""):
+    """Dotted name and range of all settings that can be a number, whether or not they are there by default."""
+    for name, hint in field_types(cls).items():
+        for leaf in leaves(hint):
+            if dataclasses.is_dataclass(leaf) and not prefix.startswith("method."):
+                yield from numbers_of(leaf, f"{prefix}{name}.")
+            elif typing.get_origin(leaf) is typing.Annotated:
+                yield f"{prefix}{name}", typing.get_args(leaf)[1]
+            elif leaf in (int, float):
+                yield f"{prefix}{name}", None
 
 
 def leaves(hint):
@@ -23,14 +36,7 @@ def leaves(hint):
     return [hint]
 
 
-def numbers_of(cls, prefix=""):
-    """Dotted names of all settings that can be a number, whether or not they are there by default."""
-    for name, hint in typing.get_type_hints(cls).items():
-        for leaf in leaves(hint):
-            if dataclasses.is_dataclass(leaf) and not prefix.startswith("method."):
-                yield from numbers_of(leaf, f"{prefix}{name}.")
-            elif leaf in (int, float):
-                yield f"{prefix}{name}"
+RANGES = dict(numbers_of(RunConfig))
 
 
 def put(config, name, value):
@@ -47,8 +53,16 @@ def get(config, name):
     return config
 
 
-def test_every_number_has_a_range_and_every_range_is_of_a_number():
-    assert set(numbers_of(RunConfig)) == set(RANGES)
+def test_every_number_has_a_range():
+    assert len(RANGES) > 70
+    assert all(isinstance(interval, Range) for interval in RANGES.values())
+
+
+def test_a_knob_of_the_objective_has_the_same_type_in_a_run():
+    objective = {name: interval for name, interval in numbers_of(Objective) if "." not in name}
+    method = dict(numbers_of(MethodConfig))
+    assert len(objective) == 13
+    assert {name: method[name] for name in objective} == objective
 
 
 def test_the_defaults_are_inside():

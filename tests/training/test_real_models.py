@@ -207,7 +207,7 @@ def test_what_cannot_run_is_refused_before_anything_is_written(checkpoints, ques
     refuse(r"target_parameters: .* has no 'gate'", lora(path, target_parameters=("gate",)))
     refuse("nothing to adapt", lora(path, target_modules=()))
     refuse("model.lora.rank: expected a whole number of at least 1, got 0", lora(path, rank=0), ValueError)
-    refuse("rank and alpha must be positive, got rank 0", lora(path, rank=0), start=begin)  # which does not validate
+    refuse("lora.rank: expected a whole number of at least 1, got 0", lora(path, rank=0), start=begin)  # no `validate`
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
     refuse(r"the peft package is not installed. pip install '.\[peft\]'", lora(path))
 
