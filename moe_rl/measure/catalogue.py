@@ -120,7 +120,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("refills", "count", "samplings beyond the first", when="rollout.dynamic_sampling"),
         M("groups_sampled", "count", "groups sampled in all", when="rollout.dynamic_sampling"),
         M("groups_replaced", "count", "groups without a signal that were replaced", "over groups_sampled", "DAPO, arXiv 2503.14476 eq. 11", "rollout.dynamic_sampling"),
-        M("version_age", "steps", "how many versions of the weights ago a token was written, mean; batches begun behind a long response wait for it, finished or not", "Σ / response tokens", when="rollout.segment"),
+        M("version_age", "steps", "how many versions of the weights ago a token was written, mean; batches that wait never become fewer, so that after a long response all later ones wait as long", "Σ / response tokens", when="rollout.segment"),
         M("version_age_max", "steps", "the oldest token's", when="rollout.segment"),
         M("old_tokens", "fraction", "tokens that an older version wrote", "such tokens / response tokens", when="rollout.segment"),
         M("mixed_responses", "fraction", "responses that several versions wrote", "such responses / responses", when="rollout.segment"),

@@ -121,9 +121,10 @@ def partial_responses(
 ) -> Rollout:
     """The oldest batch, finished; all others in `drafts` are one segment further, and a new one has begun.
 
-    Where the oldest is not finished by then, more are begun under the same version, each time with all others a segment
-    further, until it is. Behind a long response batches of short ones wait, finished: as long as the next call has one
-    to give, none is begun, so that the queue, and with it the age of the first tokens, is again what responses take.
+    Every call begins one batch and gives one; where the oldest is not finished by then, it begins more under the same
+    version, each time with all others a segment further, until it is. So the batches in `drafts` never become
+    fewer: after one long response every later batch waits for those before it, finished or not, and its first tokens
+    are as many versions old as there are batches in `drafts`.
 
     Args:
         engine: a `ModelEngine`.
@@ -139,8 +140,6 @@ def partial_responses(
         for index, draft in enumerate(drafts):
             more = {"tokens": segment, "longest": longest, "version": version, **options}
             drafts[index] = extend(engine, draft, generator=generator(next(numbers)), **more)
-        if len(drafts) > 1 and not any(bool(unfinished(draft, longest).any()) for draft in (drafts[0], drafts[1])):
-            return drafts.popleft()
         begun = engine.sample(
             problems(),
             group_size=group_size,

@@ -138,8 +138,8 @@ class RolloutConfig:
     segment: Count | None = None
     """Partial rollouts: a response is written this many tokens at a time, and after each step of training the new
     weights go on with it, so that several versions of the weights write one response (every token's is kept). Each
-    step trains on the oldest batch and begins one, or several until the oldest is finished, or none while the next one
-    is finished, too: after a long response the batches behind it are as old (`version_age`) until they are used up. Old
+    step begins one batch and trains on the oldest: batches that wait never become fewer, so that one long response
+    makes all later batches as old, those of short responses, too (`version_age`). Old
     log-probabilities, and the routes that R2 replays, are those of the weights with which the batch's first update
     begins; R3 replays each token's route as it was when the token after it was written. None: one version writes
     all."""

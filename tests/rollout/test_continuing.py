@@ -1,9 +1,8 @@
 """Responses that go on: with the same weights nothing changes, with others each token is its writer's; turns."""
 
-import itertools
 import random
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from moe_rl.measure import token_logps
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
-from moe_rl.rollout import TaskConfig, continuing, make_task, sample
+from moe_rl.rollout import TaskConfig, make_task, sample
 from moe_rl.rollout.continuing import (
     append_text,
     extend,
@@ -126,29 +125,6 @@ def test_every_segment_of_every_batch_has_random_numbers_of_its_own():
     options = {"segment": 3, "longest": 9, "version": 0, "group_size": 2, "temperature": 1.0, "record_routes": False}
     partial_responses(drafts, engine, problems, numbers, **options)
     assert len(drafts) == 2 and sorted(drawn) == [1, 2, 3, 4, 5, 6], "1 begins, goes on twice; 2 begins, goes on; 3"
-
-
-def test_the_queue_behind_a_long_response_is_used_up(monkeypatch):
-    """Batches that take 2 segments, but for one that takes 6."""
-
-    @dataclass
-    class Draft:
-        number: int
-        left: int
-        completion_mask: torch.Tensor = field(default_factory=lambda: torch.ones(1, 1, dtype=torch.bool))
-        versions: torch.Tensor | None = None
-
-    numbers, drafts, waiting, given = itertools.count(), deque(), [], []
-    engine = SimpleNamespace(sample=lambda *_, **__: Draft(n := next(numbers), 5 if n == 3 else 1))
-    monkeypatch.setattr(continuing, "extend", lambda _, draft, **__: replace(draft, left=max(0, draft.left - 1)))
-    monkeypatch.setattr(continuing, "unfinished", lambda draft, _: torch.tensor([draft.left > 0]))
-    options = {"segment": 3, "longest": 9, "group_size": 2, "temperature": 1.0, "record_routes": False}
-    for version in range(12):
-        batch = partial_responses(drafts, engine, problems, lambda _: torch.Generator(), version=version, **options)
-        given.append(batch.number)
-        waiting.append(len(drafts))
-    assert given == list(range(12)), "the oldest first, none left out"
-    assert waiting == [1, 1, 1, 4, 3, 2, 1, 1, 1, 1, 1, 1]
 
 
 def test_ages_of_tokens_by_hand():
