@@ -43,7 +43,7 @@ def new_rows(path: Path, since: str = "", metrics: Mapping[str, Mapping[str, Any
     for what is not finite, false for what the row does not have.
 
     metrics: chosen ones (`choosable`); `chosen` in the answer has of each, where a row has it,
-        [[step, value or null, denominator or null], ...]. Of rows of the kind "engine" those of the pair "engines".
+        [[step, value or null, denominator or null, update or null], ...]. Of rows of the kind "engine" those of the pair "engines".
     """
     rows, answer = read_since(path, since)
     series: dict[str, list[list[Any]]] = {kind: [] for kind in COLUMNS}
@@ -53,7 +53,7 @@ def new_rows(path: Path, since: str = "", metrics: Mapping[str, Mapping[str, Any
             if row.get("kind") == about["kind"] and row.get("pair", "engines") == "engines":
                 value, over = _number(row.get(about["name"])), _number(row.get(about["over"]))
                 if about["name"] in row and isinstance(row.get("step"), int):
-                    chosen[key].append([row["step"], value, over])
+                    chosen[key].append([row["step"], value, over, row.get("update")])
         columns = COLUMNS.get(str(row.get("kind")))
         if columns and isinstance(row.get("step"), int):
             floor = _FLOOR_OF.get(str(row.get("variant")))
