@@ -5,6 +5,7 @@ import re
 import types
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -257,15 +258,9 @@ def changed_settings(stored: Any, config: RunConfig) -> dict[str, tuple[Any, Any
 def dump_study(study: StudyConfig) -> str:
     """A study as YAML that `load_study` reads back."""
     data = plain(study)
-    data["arms"] = {
-        name: {
-            "label": arm["label"],
-            **({"seeds": arm["seeds"]} if arm["seeds"] else {}),
-            "note": arm["note"],
-        }
-        | arm["changes"]
-        for name, arm in data["arms"].items()
-    }
+    for name, arm in data["arms"].items():
+        own = {field: arm[field] for field in ARM_FIELDS if field != "seeds" or arm["seeds"]}
+        data["arms"][name] = own | arm["changes"]
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
@@ -282,13 +277,9 @@ def build(cls: Any, data: Any, where: str) -> Any:
         if key not in hints:
             raise ConfigError(f"{name}: unknown field{nearest(str(key), hints)}")
         values[key] = _convert(hints[key], value, name)
-    missing = [
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ConfigError(f"{where or cls.__name__}: missing field {missing[0]!r}")
+    for f in dataclasses.fields(cls):
+        if f.name not in values and f.default is f.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{where or cls.__name__}: missing field {f.name!r}")
     try:
         return cls(**values)
     except ValueError as error:  # a class that checks its own values
@@ -312,30 +303,23 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{where}: expected a list, got {value!r}")
-        kinds = args[:1] * len(value) if len(args) == 2 and args[1] is Ellipsis else args
+        kinds = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
         if len(kinds) != len(value):
             raise ConfigError(f"{where}: expected {len(kinds)} values, got {len(value)}")
-        return tuple(
-            _convert(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
-        )
+        return tuple(_convert(kind, value[i], f"{where}[{i}]") for i, kind in enumerate(kinds))
     if origin is typing.Literal:
         if value not in args:
             raise ConfigError(unknown(where, value, [str(choice) for choice in args]))
         return value
-    if origin is dict or hint is dict:
+    if origin is dict:
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: expected a mapping, got {value!r}")
-        kind = args[1] if args else Any
-        return {k: v if kind is Any else _convert(kind, v, f"{where}.{k}") for k, v in value.items()}
+        return {k: _convert(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if hint is Any:
         return value
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as a string
-        try:
+    if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):  # YAML 1.1 reads 1e-3 as a string
             return float(value)
-        except ValueError:
-            pass
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(f"{where}: expected {hint.__name__}, got {value!r}")
     return value

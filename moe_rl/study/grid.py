@@ -20,12 +20,11 @@ from moe_rl.study.config import (
     load_study,
     parse_study,
 )
-from moe_rl.study.display import show
 from moe_rl.study.folders import StudyDataError, read_yaml, seeds_in
 from moe_rl.study.jobs import Jobs, job_options
 from moe_rl.study.launchers import Launcher, NotTakenError, Processes, check_roundings
 from moe_rl.study.run import begun, check_folder, check_here, check_task, environment
-from moe_rl.study.runs import Run
+from moe_rl.study.runs import Run, show
 from moe_rl.study.words import not_mathematics
 from moe_rl.training.launch import DistributedError, check_shares, launched_processes
 from moe_rl.yaml_files import parse_yaml

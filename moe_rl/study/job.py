@@ -62,8 +62,12 @@ def run_job(arguments: Sequence[str], log: str, processes: int | None, settings:
     with open(log if node.index == 0 else f"{log}.node{node.index}", "ab") as file:
         command = job_command(arguments, processes, node)
         try:
-            if "ATEN_CPU_CAPABILITY" in settings:
-                _check_kernels(settings["ATEN_CPU_CAPABILITY"])
+            if "ATEN_CPU_CAPABILITY" in settings:  # of this node, as a study asks its own machine
+                import torch
+
+                from moe_rl.study.launchers import check_roundings
+
+                check_roundings([settings["ATEN_CPU_CAPABILITY"]], torch.backends.cpu.get_cpu_capability())
             subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, check=True)
         except ConfigError as error:
             file.write(f"moe-rl: error: {error}\n".encode())
@@ -72,12 +76,3 @@ def run_job(arguments: Sequence[str], log: str, processes: int | None, settings:
             if error.returncode < 0:  # which leaves no word of its own
                 file.write(f"moe-rl: error: ended by {signal.Signals(-error.returncode).name}\n".encode())
             raise
-
-
-def _check_kernels(rounding: str) -> None:
-    """As the study does where runs are processes of its own machine."""
-    import torch
-
-    from moe_rl.study.launchers import check_roundings
-
-    check_roundings([rounding], torch.backends.cpu.get_cpu_capability())

@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,13 @@ class Jobs:
             job = self.executor.submit(run_job, words, str(run.log), processes, settings)
         except Exception as error:  # submitit's, of what sbatch said
             raise NotTakenError(f"{run.name}: the job was not taken: {' '.join(str(error).split())}") from error
-        write_json(_record(run), {"cluster": self.cluster, "job": job.job_id})
+        try:
+            write_json(_record(run), {"cluster": self.cluster, "job": job.job_id})
+        except OSError as error:  # a study that is started again would submit it a second time
+            job.cancel(check=False)
+            raise NotTakenError(
+                f"{run.name}: job {job.job_id} was cancelled, as {_record(run)} cannot be written ({error.strerror})"
+            ) from error
         return job
 
     def _going_on(self, run: Run) -> Any | None:
@@ -172,7 +179,8 @@ class Jobs:
         run.note = ""
         del self.jobs[run.folder]
         self.over.pop(run.folder, None)
-        _record(run).unlink(missing_ok=True)
+        with suppress(OSError):  # one that stays is of a job that has ended, as the next start is told
+            _record(run).unlink(missing_ok=True)
         return finished
 
     def leave(self) -> None:
