@@ -72,12 +72,10 @@ class Alarm:
         """`ess_token of the updates below 0.3`."""
         of = f"{self.metric} / {self.over}" if self.over else self.metric
         of = f"mean of {self.window} values of {of}" if self.window > 1 else of
-        side = "above" if self.above else "below"
+        beyond = f"{'above' if self.above else 'below'} {self.threshold:g}"
         if self.spike:
-            return (
-                f"{of} of the {self.kind} rows more than {self.threshold:g} standard deviations above its moving mean"
-            )
-        return f"{of} of the {self.kind} rows {side} {self.threshold:g}"
+            beyond = f"more than {self.threshold:g} standard deviations above its moving mean"
+        return f"{of} of the {self.kind} rows {beyond}"
 
 
 VERL, NEMO = "verl, docs/algo/rollout_corr.md", "NeMo-RL, docs/guides/grpo.md"

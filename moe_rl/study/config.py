@@ -140,6 +140,7 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
         raise ConfigError(f"lists studies and has no arms; load one of them: {data['studies']}")
     if not isinstance(arms, dict) or not arms:
         raise ConfigError("arms: expected a mapping of at least one arm name to what it changes")
+    fields = [field.name for field in dataclasses.fields(RunConfig)]
     parsed = {}
     for name, changes in arms.items():
         if isinstance(name, bool | None):
@@ -147,14 +148,12 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
                 f"arms: YAML reads an unquoted on, yes, off, no, true, false or null as {name}: quote the name"
             )
         _check_name(f"arms.{name}: an arm's name", name)
-        refusal = arm_refusal(str(name))
-        if refusal is not None:
+        if refusal := arm_refusal(str(name)):
             raise ConfigError(f"arms.{name}: {refusal}")
         if not isinstance(changes, dict | None):
             raise ConfigError(f"arms.{name}: expected a mapping of what the arm changes, got {changes!r}")
         changes = dict(changes or {})
         own = {key: changes.pop(key) for key in ARM_FIELDS if key in changes}
-        fields = [field.name for field in dataclasses.fields(RunConfig)]
         if "seed" in changes:
             raise ConfigError(
                 f"arms.{name}.seed: would change nothing; the seeds of an arm are a list, arms.{name}.seeds"
@@ -170,9 +169,9 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
     _check_name("name: a study's name", study.name)
     if study.base.seed != RunConfig().seed:
         raise ConfigError(f"base.seed: {study.base.seed} would change nothing; the seeds of a study are a list, seeds")
-    own = {f"arms.{name}.seeds": arm.seeds or () for name, arm in study.arms.items()}
-    for where, seeds in {"seeds": study.seeds, **own}.items():
-        check_seeds(where, seeds)
+    check_seeds("seeds", study.seeds)
+    for name, arm in study.arms.items():
+        check_seeds(f"arms.{name}.seeds", arm.seeds or ())
     resolved: dict[str, str] = {}
     called: dict[tuple[str, float], str] = {}
     for name, arm in study.arms.items():
@@ -199,8 +198,7 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
 def check_seeds(where: str, seeds: Sequence[int]) -> None:
     """Raises ConfigError for what is no seed, and for one that is given twice: both would be one run."""
     for i, seed in enumerate(seeds):
-        refusal = SEED.refusal(f"{where}[{i}]", seed)
-        if refusal is not None:
+        if refusal := SEED.refusal(f"{where}[{i}]", seed):
             raise ConfigError(refusal)
         if seed in seeds[:i]:
             raise ConfigError(f"{where}[{i}]: seed {seed} is given twice; an arm runs once with each seed")

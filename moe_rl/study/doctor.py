@@ -179,20 +179,19 @@ def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan
     try:
         plans = {arm: plan(run, counts[arm]) for arm, run in runs.items()}
         needed = {arm: of.peak * (counts[arm] if shared else 1) for arm, of in plans.items()}
-        arm = max(needed, key=lambda name: needed[name])
-        worst, n, distributed = plans[arm], counts[arm], runs[arm].distributed
-        said = 1 if distributed.strategy == "none" else distributed.processes or n
-        as_it_stands = plan(runs[arm], said).peak if said != n else worst.peak
     except (ValueError, OSError) as error:
         return [*checks, Check("model configuration", False, str(error))], None, ""
+    arm = max(needed, key=lambda name: needed[name])
+    worst, n, distributed = plans[arm], counts[arm], runs[arm].distributed
+    said = 1 if distributed.strategy == "none" else distributed.processes or n
     how = "whole (ddp)" if distributed.strategy == "ddp" else "sharded"
     where = f"for {n} processes together, {how}" if shared else f"on each of {n}, {how}"
     checks.append(fits("device memory", needed[arm], machine.device_bytes, where if n > 1 else "on one device"))
     if said != n:
-        found = f"as the file stands {'one device holds' if said == 1 else f'each of {said} holds'} {gb(as_it_stands)}"
+        holds, alone = "one device holds" if said == 1 else f"each of {said} holds", plan(runs[arm], said).peak
         strategy = "fsdp2" if distributed.strategy == "none" else distributed.strategy
         remedy = f"needs --distributed.strategy {strategy} --distributed.processes {n}"
-        checks.append(Check("processes", None, found, remedy))
+        checks.append(Check("processes", None, f"as the file stands {holds} {gb(alone)}", remedy))
     elif (most := max(counts.values())) > len(machine.devices) and not shared:
         found = f"distributed.processes: {most}, and devices here: {len(machine.devices)}"
         checks.append(Check("processes", False, found, f"--devices {most} plans for machines that have them"))
@@ -304,33 +303,30 @@ def examine(study: StudyConfig | None, machine: Machine) -> dict[str, Any]:
 
 def report(found: dict[str, Any]) -> str:
     """The findings as lines of text."""
-    lines = ["This machine"]
-    lines += [_line(check) for check in found["checks"]]
-    if "study" in found:
-        study = found["study"]
+    lines = ["This machine", *map(_line, found["checks"])]
+    if study := found.get("study"):
         lines += ["", f"Study {study['name']}"]
-        needs = study.get("plan")
-        if needs:
+        if needs := study.get("plan"):
             lines += [
                 f"  {needs['architecture']}; {needs['parameters']:,} parameters, {needs['trainable']:,} trained",
                 f"  prompts of {needs['prompt_tokens']} and responses of {needs['new_tokens']} tokens; routes "
                 f"{needs['routes_bytes_per_token']}, KV cache {needs['kv_bytes_per_token']} bytes a token",
                 f"  per device, arm {study['arm']} (the most demanding):",
             ]
-            for need in needs["needs"]:
-                when = {"always": "", "update": "while updating"}.get(need["when"], f"while {need['when']}")
-                words = "; ".join(word for word in (when, need["note"]) if word)
-                lines.append(f"    {gb(need['bytes']):>9}  {need['name']}{f' ({words})' if words else ''}")
-            lines += [
-                f"    {gb(needs['peak']):>9}  at the fullest; sampling, updating and probing do not happen at once",
-                f"    {gb(needs['host_bytes']):>9}  on the host, all processes, to load models and write checkpoints",
+            rows = [(need["bytes"], _need(need)) for need in needs["needs"]] + [
+                (needs["peak"], "at the fullest; sampling, updating and probing do not happen at once"),
+                (needs["host_bytes"], "on the host, all processes, to load models and write checkpoints"),
             ]
-        lines += [_line(check) for check in study["checks"]]
-    lines += [
-        "",
-        "Everything required is there." if found["ok"] else "Something required is missing: see the lines marked !!",
-    ]
-    return "\n".join(lines)
+            lines += [f"    {gb(size):>9}  {words}" for size, words in rows]
+        lines += map(_line, study["checks"])
+    end = "Everything required is there." if found["ok"] else "Something required is missing: see the lines marked !!"
+    return "\n".join([*lines, "", end])
+
+
+def _need(need: dict[str, Any]) -> str:
+    when = {"always": "", "update": "while updating"}.get(need["when"], f"while {need['when']}")
+    words = "; ".join(filter(None, (when, need["note"])))
+    return f"{need['name']} ({words})" if words else need["name"]
 
 
 def _line(check: dict[str, Any]) -> str:

@@ -19,7 +19,9 @@ from moe_rl.files import write_json
 from moe_rl.study.config import ConfigError
 from moe_rl.study.job import run_job
 from moe_rl.study.launchers import NotTakenError
+from moe_rl.study.run import check_task
 from moe_rl.study.runs import Run, last_line
+from moe_rl.training.launch import DistributedError, check_shares
 
 CLUSTERS = {"slurm": "slurm", "submitit-local": "local"}
 """`--launcher`, and submitit's name of it."""
@@ -105,6 +107,25 @@ class Jobs:
     @property
     def nodes(self) -> int:
         return int(self.options.get("nodes", 1))
+
+    def check(self, run: Run) -> None:
+        """What each job would say after it has waited for its nodes."""
+        check_task(run.config)
+        distributed = run.config.distributed
+        processes = 1 if distributed.strategy == "none" else distributed.processes
+        if processes is None:
+            raise ConfigError(
+                f"{run.name}: distributed.strategy is {distributed.strategy}; say over how many processes in all: "
+                "--distributed.processes N"
+            )
+        if processes % self.nodes:
+            raise ConfigError(
+                f"{run.name}: distributed.processes: {processes} cannot be shared by nodes={self.nodes} equally"
+            )
+        try:
+            check_shares(run.config, processes)
+        except DistributedError as error:
+            raise ConfigError(f"{run.name}: {error}") from error
 
     def start(self, run: Run, arguments: Sequence[object]) -> None:
         job = self._going_on(run) or self._submit(run, arguments)

@@ -1,5 +1,5 @@
-"""The runs of a study as the study sees them: how far each is, read from its run folder and its log; and all of them, on
-a terminal or as plain lines."""
+"""The runs of a study as the study sees them: how far each is, by its run folder and its log; and all of them, on a
+terminal or as plain lines."""
 
 import contextlib
 import time

@@ -53,12 +53,10 @@ def find_study(word: str) -> Path:
         StudyFileError: neither; with the nearest match.
     """
     path, known = Path(word), shipped_studies()
-    if path.is_dir() and word in known:
+    if word in known and not path.is_file():
         return known[word]
     if path.exists():
         return path
-    if word in known:
-        return known[word]
     if len(path.parts) > 1:
         beside = [str(path.parent / p.name) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise StudyFileError(f"{word}: no such study file{nearest(word, beside)}")

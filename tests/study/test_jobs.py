@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,7 +86,8 @@ def launcher(*options):
 
 def planned(arm="one", nodes=1):
     arms = {"two": STUDY["arms"]["two"]} if nodes > 1 else STUDY["arms"]
-    runs = _runs(parse_study({**STUDY, "arms": arms}), Path("runs/jobs"), "native", nodes)
+    check = partial(Jobs.check, SimpleNamespace(nodes=nodes))
+    runs = _runs(parse_study({**STUDY, "arms": arms}), Path("runs/jobs"), "native", check)
     for run in runs:
         run.log.parent.mkdir(parents=True, exist_ok=True)
     return next(run for run in runs if run.arm == arm)
