@@ -10,6 +10,7 @@ collapses.
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,8 @@ def _added(name: Any, given: Any, known: list[str]) -> Alarm:
             f"{where}: no such alarm; known: {', '.join(known)}{nearest(str(name), known)}. One of your own says what "
             "it watches: {metric: KIND.NAME, above: NUMBER}"
         )
-    for field in given:
-        if field not in FIELDS:
-            raise AlarmError(f"{where}.{field}: no such field; there are {', '.join(FIELDS)}")
+    if unknown := [field for field in given if field not in FIELDS]:
+        raise AlarmError(f"{where}.{unknown[0]}: no such field; there are {', '.join(FIELDS)}")
     if len(rules := [field for field in ("above", "below", "spike") if field in given]) != 1:
         raise AlarmError(f"{where}: expected one of above, below and spike, got {' and '.join(rules) or 'none'}")
     rule, window, title = rules[0], given.get("window", 1), given.get("title", str(name))
@@ -185,13 +185,11 @@ def _column(where: str, name: Any) -> tuple[str, str, str]:
 
 
 def _finite(where: str, value: Any, what: str) -> float:
-    try:
+    with suppress(ValueError, OverflowError):
         found = _number(float(value) if isinstance(value, str) else value)  # YAML 1.1 reads 1e-3 as a text
-    except (ValueError, OverflowError):
-        found = None
-    if found is None:
-        raise AlarmError(f"{where}: expected {what}; got {value!r}")
-    return found
+        if found is not None:
+            return found
+    raise AlarmError(f"{where}: expected {what}; got {value!r}")
 
 
 class Spikes:

@@ -26,19 +26,13 @@ def job_command(arguments: Sequence[str], processes: int | None, node: Node) -> 
         return command_line(arguments)
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes // node.count}"]
     if node.count == 1:
-        return [*torchrun, "--standalone", "-m", "moe_rl", *arguments]
-    digits = int("".join(filter(str.isdigit, node.job)) or 0)
-    return [
-        *torchrun,
-        f"--nnodes={node.count}",
-        f"--node_rank={node.index}",
-        "--rdzv_backend=c10d",
-        f"--rdzv_endpoint={node.first}:{20000 + digits % 10000}",  # jobs that share a node need ports of their own
-        f"--rdzv_id={node.job}",
-        "-m",
-        "moe_rl",
-        *arguments,
-    ]
+        torchrun += ["--standalone"]
+    else:
+        digits = int("".join(filter(str.isdigit, node.job)) or 0)
+        port = 20000 + digits % 10000  # jobs that share a node need ports of their own
+        torchrun += [f"--nnodes={node.count}", f"--node_rank={node.index}", "--rdzv_backend=c10d"]
+        torchrun += [f"--rdzv_endpoint={node.first}:{port}", f"--rdzv_id={node.job}"]
+    return [*torchrun, "-m", "moe_rl", *arguments]
 
 
 def run_job(arguments: Sequence[str], log: str, processes: int | None, settings: Mapping[str, str]) -> None:

@@ -34,8 +34,8 @@ def new_rows(path: Path, since: str = "", metrics: Mapping[str, Mapping[str, Any
     for what is not finite, false for what the row does not have.
 
     metrics: chosen ones (`choosable`); `chosen` in the answer has of each, where a row has it,
-        [[step, value or null, denominator or null, update or null], ...]. Of rows of the kind "engine" those of the pair
-        "engines".
+        [[step, value or null, denominator or null, update or null], ...]. Of rows of the kind "engine" those of the
+        pair "engines".
     """
     rows, answer = read_since(path, since)
     series: dict[str, list[list[Any]]] = {kind: [] for kind in COLUMNS}

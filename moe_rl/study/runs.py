@@ -108,7 +108,7 @@ def last_line(log: Path) -> str:
 def totals(runs: list[Run], workers: int) -> tuple[int, float | None]:
     """Runs that are done, and seconds left for all of them."""
     done = [run.seconds for run in runs if run.state == "done" and run.seconds]
-    known = {run.name: left for run in runs if run.state == "running" and (left := run.left()) is not None}
+    known = {run.name: own for run in runs if run.state == "running" and (own := run.left()) is not None}
     usual = sum(done) / len(done) if done else None
     if usual is None and known:  # as the slowest that runs
         paces = [known[run.name] / max(1, run.steps - run.step) for run in runs if run.name in known]
