@@ -17,15 +17,11 @@ from moe_rl.objectives.bounds import unknown
 from moe_rl.policy.models import seeded
 from moe_rl.settings import FREE, differences, laid_over, plain, with_defaults
 from moe_rl.study.alarms import AlarmError, alarms_of
+from moe_rl.study.shipped import ConfigError, read_study_file
 from moe_rl.training import RunConfig, validate
 from moe_rl.training.config import DPO
 from moe_rl.training.method import resolve_method, resolved_objective
 from moe_rl.training.ranges import SEED
-from moe_rl.yaml_files import YamlError, parse_yaml
-
-
-class ConfigError(ValueError):
-    """A study file that cannot be used; the message names the file, the field and the remedy."""
 
 
 class DamagedRunError(ConfigError):
@@ -110,15 +106,10 @@ def load_study(path: str | Path, merged: bool = False) -> StudyConfig:
 
     merged: as `parse_study`.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; a study file is YAML")
-    if not path.is_file():
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
-        raise ConfigError(f"{path}: no such study file{near}")
+    data = read_study_file(Path(path))
     try:
-        return parse_study(parse_yaml(path.read_bytes()), merged)
-    except (ConfigError, YamlError) as error:
+        return parse_study(data, merged)
+    except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
