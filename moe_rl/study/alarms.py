@@ -97,7 +97,6 @@ ALARMS: tuple[Alarm, ...] = (
 
 DECAY, WARM_UP = 0.97, 25  # of ZClip
 
-
 MOST = 10_000
 """Values that a window may have."""
 FIELDS = ("metric", "above", "below", "spike", "over", "window", "title")

@@ -1,7 +1,7 @@
 """Who makes the runs of a study: what a launcher does, and the one that uses processes of this machine."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -17,7 +17,6 @@ class NotTakenError(RuntimeError):
     """A run that could not be started now, and may be later; the message says why."""
 
 
-@runtime_checkable
 class Launcher(Protocol):
     """Makes runs somewhere, many at a time. How far each is, its run folder says."""
 
