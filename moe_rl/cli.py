@@ -187,7 +187,7 @@ def run_verb(arguments: list[str]) -> None:
     folder = options.output or Path("runs") / study.name / options.arm / f"seed{options.config.seed}"
     command = shlex.join(["moe-rl", "run", *arguments])
     done = (folder / "DONE").exists()
-    run_one(options.config, folder, options.cold_starts, Lines(options.config.optim.steps), command)
+    run_one(options.config, folder, options.cold_starts, Lines(steps=options.config.optim.steps), command)
     if os.environ.get("RANK", "0") == "0":
         print(f"{'already done' if done else 'done'}: {folder}")
     if is_initialized():

@@ -19,10 +19,8 @@ def study_alarms(data: StudyData) -> dict[tuple[str, int], RunAlarms]:
         wanted.setdefault(alarm.kind, {"skipped"}).update(name for name in (alarm.metric, alarm.over) if name)
     for kind, names in wanted.items():
         frame = getattr(data, FIELDS[kind])
-        columns = [
-            name for name in dict.fromkeys(("arm", "seed", "step", *ROWS[kind], *sorted(names))) if name in frame
-        ]
-        for row in frame[columns].to_dict("records"):
+        columns = dict.fromkeys(("arm", "seed", "step", *ROWS[kind], *sorted(names)))
+        for row in frame[[name for name in columns if name in frame]].to_dict("records"):
             found[str(row["arm"]), int(row["seed"])].take({**row, "kind": kind, "step": int(row["step"])})
     return found
 
@@ -37,9 +35,8 @@ def alarm_rows(data: StudyData) -> list[dict[str, Any]]:
         for arm in data.arms.index:
             own = [seen for (name, _), seen in runs.items() if name == arm and seen.seen[alarm.name]]
             first = [steps[0][0] for seen in own if (steps := seen.crossed[alarm.name])]
-            arms.append(
-                {"arm": str(arm), "crossed": len(first), "of": len(own), "first": median(first) if first else None}
-            )
+            middle = median(first) if first else None
+            arms.append({"arm": str(arm), "crossed": len(first), "of": len(own), "first": middle})
         if (heard := any(row["of"] for row in arms)) or alarm.declared:
             rule = alarm.rule if heard else f"{alarm.rule}: no run recorded it"
             rows.append({"title": alarm.title, "rule": rule, "source": alarm.source, "arms": arms})

@@ -10,10 +10,12 @@ collapses.
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from moe_rl.names import nearest
 from moe_rl.run_rows import FOREIGN, row_key, row_problem
@@ -71,12 +73,10 @@ class Alarm:
         """`ess_token of the updates below 0.3`."""
         of = f"{self.metric} / {self.over}" if self.over else self.metric
         of = f"mean of {self.window} values of {of}" if self.window > 1 else of
-        side = "above" if self.above else "below"
+        beyond = f"{'above' if self.above else 'below'} {self.threshold:g}"
         if self.spike:
-            return (
-                f"{of} of the {self.kind} rows more than {self.threshold:g} standard deviations above its moving mean"
-            )
-        return f"{of} of the {self.kind} rows {side} {self.threshold:g}"
+            beyond = f"more than {self.threshold:g} standard deviations above its moving mean"
+        return f"{of} of the {self.kind} rows {beyond}"
 
 
 VERL, NEMO = "verl, docs/algo/rollout_corr.md", "NeMo-RL, docs/guides/grpo.md"
@@ -96,7 +96,6 @@ ALARMS: tuple[Alarm, ...] = (
 """The table, in the order in which it is shown."""
 
 DECAY, WARM_UP = 0.97, 25  # of ZClip
-
 
 MOST = 10_000
 """Values that a window may have."""
@@ -145,9 +144,8 @@ def _added(name: Any, given: Any, known: list[str]) -> Alarm:
             f"{where}: no such alarm; known: {', '.join(known)}{nearest(str(name), known)}. One of your own says what "
             "it watches: {metric: KIND.NAME, above: NUMBER}"
         )
-    for field in given:
-        if field not in FIELDS:
-            raise AlarmError(f"{where}.{field}: no such field; there are {', '.join(FIELDS)}")
+    if unknown := [field for field in given if field not in FIELDS]:
+        raise AlarmError(f"{where}.{unknown[0]}: no such field; there are {', '.join(FIELDS)}")
     if len(rules := [field for field in ("above", "below", "spike") if field in given]) != 1:
         raise AlarmError(f"{where}: expected one of above, below and spike, got {' and '.join(rules) or 'none'}")
     rule, window, title = rules[0], given.get("window", 1), given.get("title", str(name))
@@ -186,13 +184,11 @@ def _column(where: str, name: Any) -> tuple[str, str, str]:
 
 
 def _finite(where: str, value: Any, what: str) -> float:
-    try:
+    with suppress(ValueError, OverflowError):
         found = _number(float(value) if isinstance(value, str) else value)  # YAML 1.1 reads 1e-3 as a text
-    except (ValueError, OverflowError):
-        found = None
-    if found is None:
-        raise AlarmError(f"{where}: expected {what}; got {value!r}")
-    return found
+        if found is not None:
+            return found
+    raise AlarmError(f"{where}: expected {what}; got {value!r}")
 
 
 class Spikes:
@@ -232,57 +228,48 @@ class RunAlarms:
 
     def __init__(self, alarms: Iterable[Alarm] = ALARMS, own: bool = True):
         self.alarms, self.own = tuple(alarms), own
-        self._rewards: dict[tuple[Any, ...], float | None] = {}
-        self._values: dict[str, dict[tuple[Any, ...], float | None]] = {alarm.name: {} for alarm in self.alarms}
+        self._rewards: dict[int, float | None] = {}
+        self._signals = {alarm.name: _Signal(alarm) for alarm in self.alarms}
 
     def take(self, row: Mapping[str, Any]) -> None:
         """Look at one row."""
         if row_problem(row):
             return
-        key = row_key(row)
-        for told in ("seen", "crossed"):
-            vars(self).pop(told, None)
         if row["kind"] == "rollout":
-            self._rewards[key] = _number(row["reward"])
-        for alarm in self.alarms:
-            if alarm.reads(row):
-                values, value = self._values[alarm.name], alarm.value(row)
-                values.pop(key, None)
-                if value is not None or row.get(alarm.metric, 0) is None:
-                    values[key] = value
+            self._rewards[row["step"]] = _number(row["reward"])
+        for signal in self._signals.values():
+            if signal.alarm.reads(row):
+                signal.take(row_key(row), row)
 
-    @cached_property
+    @property
     def seen(self) -> dict[str, int]:
         """By alarm, how many values of its signal there were."""
-        return {name: sum(value is not None for value in values.values()) for name, values in self._values.items()}
+        return {name: signal.told().seen for name, signal in self._signals.items()}
 
     @property
     def nulls(self) -> dict[str, list[int]]:
         """By alarm, the steps at which its metric was null (not finite, or not to be had), where it was."""
-        found = {
-            n: sorted({k[0] for k, value in values.items() if value is None}) for n, values in self._values.items()
-        }
-        return {name: steps for name, steps in found.items() if steps}
+        return {name: list(steps) for name, signal in self._signals.items() if (steps := signal.told().nulls)}
 
-    @cached_property
+    @property
     def crossed(self) -> dict[str, list[tuple[int, float]]]:
         """By alarm, the steps with a crossing, each once, with the first value that crossed there."""
-        return {alarm.name: _crossings(alarm, self._values[alarm.name]) for alarm in self.alarms}
+        return {name: list(signal.told().crossed.items()) for name, signal in self._signals.items()}
 
     @property
     def collapse(self) -> int | None:
         """The step at which the run's reward collapsed (`moe_rl.study.curves.COLLAPSE_RULE`); None if it did not."""
-        rewards = [(key[0], reward) for key, reward in sorted(self._rewards.items()) if reward is not None]
-        found = detect_collapse([step for step, _ in rewards], [reward for _, reward in rewards])
+        steps = sorted(self._rewards)
+        found = detect_collapse(steps, np.array([self._rewards[step] for step in steps], dtype=float))
         return int(found.step) if self.own and found.collapsed else None
 
     def before_collapse(self) -> list[tuple[Alarm, int]]:
         """Alarms that had crossed by the step of the collapse, each with its first step, earliest first; empty without a
         collapse. Equal steps stay in the order of the table."""
-        end = self.collapse
+        end, crossed = self.collapse, self.crossed
         if end is None:
             return []
-        first = [(alarm, steps[0][0]) for alarm in self.alarms if (steps := self.crossed[alarm.name])]
+        first = [(alarm, crossed[alarm.name][0][0]) for alarm in self.alarms if crossed[alarm.name]]
         return sorted((pair for pair in first if pair[1] <= end), key=lambda pair: pair[1])
 
     def summary(self) -> dict[str, Any]:
@@ -294,6 +281,55 @@ class RunAlarms:
             "collapse": self.collapse,
             "first": [[alarm.name, step] for alarm, step in self.before_collapse()],
         }
+
+
+class _Signal:
+    """What a run's rows say of one alarm: how many values were `seen`, at which steps it was null, which `crossed` first
+    at a step. A value is looked at once; all are again where a row came late, or in place of another."""
+
+    def __init__(self, alarm: Alarm):
+        self.alarm = alarm
+        self._values: dict[tuple[Any, ...], float | None] = {}
+        self._new: list[tuple[tuple[Any, ...], float | None]] = []
+        self._last, self._late = tuple[Any, ...](), False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.seen, self.nulls, self.crossed = 0, dict[int, None](), dict[int, float]()
+        self._spikes, self._latest = Spikes(self.alarm.threshold), deque[float](maxlen=self.alarm.window)
+
+    def take(self, key: tuple[Any, ...], row: Mapping[str, Any]) -> None:
+        self._late |= key <= self._last
+        self._last = max(key, self._last)
+        self._values.pop(key, None)
+        value = self.alarm.value(row)
+        if value is not None or row.get(self.alarm.metric, 0) is None:
+            self._values[key] = value
+            self._new.append((key, value))
+
+    def told(self) -> "_Signal":
+        """With all values looked at."""
+        if self._late:
+            self._begin()
+            self._new, self._late = sorted(self._values.items()), False
+        for key, value in self._new:
+            self._look(key[0], value)
+        self._new = []
+        return self
+
+    def _look(self, step: int, value: float | None) -> None:
+        if value is None:
+            self.nulls[step] = None
+            return
+        self.seen += 1
+        self._latest.append(value)
+        mean = sum(self._latest) / self.alarm.window
+        if self.alarm.spike and mean < math.inf:
+            crosses = self._spikes.crosses(mean)
+        else:
+            crosses = mean > self.alarm.threshold if self.alarm.above else mean < self.alarm.threshold
+        if crosses and len(self._latest) == self.alarm.window:
+            self.crossed.setdefault(step, mean)
 
 
 class LiveAlarms:
@@ -311,22 +347,6 @@ class LiveAlarms:
 
     def _forget(self) -> None:
         self.state = RunAlarms(self.alarms)
-
-
-def _crossings(alarm: Alarm, values: Mapping[tuple[Any, ...], float | None]) -> list[tuple[int, float]]:
-    spikes, latest, found = Spikes(alarm.threshold), deque[float](maxlen=alarm.window), dict[int, float]()
-    for key, value in sorted(values.items()):
-        if value is None:
-            continue
-        latest.append(value)
-        mean = sum(latest) / alarm.window
-        if alarm.spike and mean < math.inf:
-            crosses = spikes.crosses(mean)
-        else:
-            crosses = mean > alarm.threshold if alarm.above else mean < alarm.threshold
-        if crosses and len(latest) == alarm.window:
-            found.setdefault(key[0], mean)
-    return list(found.items())
 
 
 def _number(value: Any) -> float | None:

@@ -5,6 +5,7 @@ import re
 import types
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,14 +17,10 @@ from moe_rl.objectives.bounds import SEED, unknown
 from moe_rl.policy.models import seeded
 from moe_rl.settings import FREE, differences, laid_over, plain, with_defaults
 from moe_rl.study.alarms import AlarmError, alarms_of
+from moe_rl.study.shipped import ConfigError, read_study_file
 from moe_rl.training import RunConfig, validate
 from moe_rl.training.config import DPO
 from moe_rl.training.method import resolve_method, resolved_objective
-from moe_rl.yaml_files import YamlError, parse_yaml
-
-
-class ConfigError(ValueError):
-    """A study file that cannot be used; the message names the file, the field and the remedy."""
 
 
 class DamagedRunError(ConfigError):
@@ -111,15 +108,10 @@ def load_study(path: str | Path, merged: bool = False) -> StudyConfig:
 
     merged: as `parse_study`.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; a study file is YAML")
-    if not path.is_file():
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
-        raise ConfigError(f"{path}: no such study file{near}")
+    data = read_study_file(Path(path))
     try:
-        return parse_study(parse_yaml(path.read_bytes()), merged)
-    except (ConfigError, YamlError) as error:
+        return parse_study(data, merged)
+    except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
@@ -141,6 +133,7 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
         raise ConfigError(f"lists studies and has no arms; load one of them: {data['studies']}")
     if not isinstance(arms, dict) or not arms:
         raise ConfigError("arms: expected a mapping of at least one arm name to what it changes")
+    fields = [field.name for field in dataclasses.fields(RunConfig)]
     parsed = {}
     for name, changes in arms.items():
         if isinstance(name, bool | None):
@@ -148,14 +141,12 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
                 f"arms: YAML reads an unquoted on, yes, off, no, true, false or null as {name}: quote the name"
             )
         _check_name(f"arms.{name}: an arm's name", name)
-        refusal = arm_refusal(str(name))
-        if refusal is not None:
+        if refusal := arm_refusal(str(name)):
             raise ConfigError(f"arms.{name}: {refusal}")
         if not isinstance(changes, dict | None):
             raise ConfigError(f"arms.{name}: expected a mapping of what the arm changes, got {changes!r}")
         changes = dict(changes or {})
         own = {key: changes.pop(key) for key in ARM_FIELDS if key in changes}
-        fields = [field.name for field in dataclasses.fields(RunConfig)]
         if "seed" in changes:
             raise ConfigError(
                 f"arms.{name}.seed: would change nothing; the seeds of an arm are a list, arms.{name}.seeds"
@@ -171,9 +162,9 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
     _check_name("name: a study's name", study.name)
     if study.base.seed != RunConfig().seed:
         raise ConfigError(f"base.seed: {study.base.seed} would change nothing; the seeds of a study are a list, seeds")
-    own = {f"arms.{name}.seeds": arm.seeds or () for name, arm in study.arms.items()}
-    for where, seeds in {"seeds": study.seeds, **own}.items():
-        check_seeds(where, seeds)
+    check_seeds("seeds", study.seeds)
+    for name, arm in study.arms.items():
+        check_seeds(f"arms.{name}.seeds", arm.seeds or ())
     resolved: dict[str, str] = {}
     called: dict[tuple[str, float], str] = {}
     for name, arm in study.arms.items():
@@ -200,8 +191,7 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
 def check_seeds(where: str, seeds: Sequence[int]) -> None:
     """Raises ConfigError for what is no seed, and for one that is given twice: both would be one run."""
     for i, seed in enumerate(seeds):
-        refusal = SEED.refusal(f"{where}[{i}]", seed)
-        if refusal is not None:
+        if refusal := SEED.refusal(f"{where}[{i}]", seed):
             raise ConfigError(refusal)
         if seed in seeds[:i]:
             raise ConfigError(f"{where}[{i}]: seed {seed} is given twice; an arm runs once with each seed")
@@ -259,15 +249,9 @@ def changed_settings(stored: Any, config: RunConfig) -> dict[str, tuple[Any, Any
 def dump_study(study: StudyConfig) -> str:
     """A study as YAML that `load_study` reads back."""
     data = plain(study)
-    data["arms"] = {
-        name: {
-            "label": arm["label"],
-            **({"seeds": arm["seeds"]} if arm["seeds"] else {}),
-            "note": arm["note"],
-        }
-        | arm["changes"]
-        for name, arm in data["arms"].items()
-    }
+    for name, arm in data["arms"].items():
+        own = {field: arm[field] for field in ARM_FIELDS if field != "seeds" or arm["seeds"]}
+        data["arms"][name] = own | arm["changes"]
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
@@ -284,13 +268,9 @@ def build(cls: Any, data: Any, where: str) -> Any:
         if key not in hints:
             raise ConfigError(f"{name}: unknown field{nearest(str(key), hints)}")
         values[key] = _convert(hints[key], value, name)
-    missing = [
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ConfigError(f"{where or cls.__name__}: missing field {missing[0]!r}")
+    for f in dataclasses.fields(cls):
+        if f.name not in values and f.default is f.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{where or cls.__name__}: missing field {f.name!r}")
     try:
         return cls(**values)
     except ValueError as error:  # a class that checks its own values
@@ -314,30 +294,23 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{where}: expected a list, got {value!r}")
-        kinds = args[:1] * len(value) if len(args) == 2 and args[1] is Ellipsis else args
+        kinds = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
         if len(kinds) != len(value):
             raise ConfigError(f"{where}: expected {len(kinds)} values, got {len(value)}")
-        return tuple(
-            _convert(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
-        )
+        return tuple(_convert(kind, value[i], f"{where}[{i}]") for i, kind in enumerate(kinds))
     if origin is typing.Literal:
         if value not in args:
             raise ConfigError(unknown(where, value, [str(choice) for choice in args]))
         return value
-    if origin is dict or hint is dict:
+    if origin is dict:
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: expected a mapping, got {value!r}")
-        kind = args[1] if args else Any
-        return {k: v if kind is Any else _convert(kind, v, f"{where}.{k}") for k, v in value.items()}
+        return {k: _convert(args[1], v, f"{where}.{k}") for k, v in value.items()}
     if hint is Any:
         return value
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as a string
-        try:
+    if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):  # YAML 1.1 reads 1e-3 as a string
             return float(value)
-        except ValueError:
-            pass
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(f"{where}: expected {hint.__name__}, got {value!r}")
     return value

@@ -29,7 +29,7 @@ from moe_rl.rollout.engines import EngineError
 from moe_rl.rollout.task import problems_of
 from moe_rl.study.config import StudyConfig
 from moe_rl.study.memory import Plan, plan
-from moe_rl.study.run import check_here
+from moe_rl.study.run import check_here, processor, version_of
 from moe_rl.training import RunConfig
 
 
@@ -67,7 +67,7 @@ def inspect_machine() -> Machine:
         return Machine("cuda", names, free, host, disk, torch.cuda.is_bf16_supported(including_emulation=False))
     if torch.backends.mps.is_available():
         return Machine("mps", ("Apple GPU",), host, host, disk, True)
-    return Machine("cpu", (platform.processor() or platform.machine(),), host, host, disk, True)
+    return Machine("cpu", (processor(),), host, host, disk, True)
 
 
 def planned(devices: int | None, memory: float | None) -> Machine:
@@ -93,17 +93,22 @@ def available_memory() -> int:
 
 
 def left_in_cgroups(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """Bytes left under the memory limit (cgroup v2) of this process's group and of each above it that has one. Inactive
-    page cache counts as left: the kernel drops it where memory is wanted."""
-    named = [line[3:].strip("/") for line in own.read_text().splitlines() if line[:3] == "0::"] if own.exists() else []
-    group, left = root / "".join(named), []
-    for folder in (group, *group.parents):
-        try:
-            limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
-            cache = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.M)
-        except (OSError, ValueError):  # not there, or no limit
-            continue
-        left.append(limit - used + (int(cache[1]) if cache else 0))
+    """Bytes left under the memory limit (cgroup v2, v1) of this process's group and of each above it that has one.
+    Inactive page cache counts as left: the kernel drops it where memory is wanted."""
+    lines = [line.split(":", 2) for line in own.read_text().splitlines()] if own.exists() else []
+    groups = {name: path.strip("/") for _, names, path in lines for name in names.split(",")}  # v2 has no name
+    left = []
+    for group, most, now, cached in (
+        (root / groups.get("", ""), "max", "current", "inactive_file"),
+        (root / "memory" / groups.get("memory", ""), "limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+    ):
+        for folder in (group, *group.parents):
+            try:
+                limit, used = (int((folder / f"memory.{name}").read_text()) for name in (most, now))
+                cache = re.search(rf"^{cached} (\d+)$", (folder / "memory.stat").read_text(), re.M)
+            except (OSError, ValueError):  # not there, or no limit
+                continue
+            left.append(limit - used + (int(cache[1]) if cache else 0))
     return left
 
 
@@ -141,34 +146,24 @@ EXTRAS = ("notebooks", "peft", "trl", "reasoning-gym", "math-verify", "slurm", "
 
 def installed(requirement: Requirement) -> tuple[str, bool]:
     """The installed version of a package and whether it is within the bounds."""
-    try:
-        version = importlib.metadata.version(requirement.name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed", False
-    return version, requirement.specifier.contains(Version(version), prereleases=True)
+    version = version_of(requirement.name)
+    there = version != "not installed"
+    return version, there and requirement.specifier.contains(Version(version), prereleases=True)
 
 
 def check_machine_parts(machine: Machine) -> list[Check]:
     """Torch's build, devices, cores, memory, disk, compilers: for information."""
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    compilers = {name: shutil.which(name) for name in ("g++", "nvcc")}
+    compilers = ", ".join(name if shutil.which(name) else f"no {name}" for name in ("g++", "nvcc"))
+    bf16 = "bf16" if machine.bf16 else "no native bf16"
+    devices = f"{len(machine.devices)} x {machine.devices[0]} ({machine.accelerator})"
     return [
         Check("torch build", None, f"{torch.__version__}, {build}"),
-        Check(
-            "devices",
-            None,
-            f"{len(machine.devices)} x {machine.devices[0]} ({machine.accelerator}), {gb(machine.device_bytes)} free, "
-            + ("bf16" if machine.bf16 else "no native bf16"),
-        ),
+        Check("devices", None, f"{devices}, {gb(machine.device_bytes)} free, {bf16}"),
         Check("cores", None, str(usable_cores())),
         Check("host memory", None, f"{gb(machine.host_bytes)} available"),
         Check("disk", None, f"{gb(machine.disk_bytes)} free here"),
-        Check(
-            "compilers",
-            None,
-            ", ".join(name if path else f"no {name}" for name, path in compilers.items()),
-            "" if compilers["g++"] else "torch.compile needs a C++ compiler",
-        ),
+        Check("compilers", None, compilers, "torch.compile needs a C++ compiler" if "no g++" in compilers else ""),
     ]
 
 
@@ -184,20 +179,19 @@ def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan
     try:
         plans = {arm: plan(run, counts[arm]) for arm, run in runs.items()}
         needed = {arm: of.peak * (counts[arm] if shared else 1) for arm, of in plans.items()}
-        arm = max(needed, key=lambda name: needed[name])
-        worst, n, distributed = plans[arm], counts[arm], runs[arm].distributed
-        said = 1 if distributed.strategy == "none" else distributed.processes or n
-        as_it_stands = plan(runs[arm], said).peak if said != n else worst.peak
     except (ValueError, OSError) as error:
         return [*checks, Check("model configuration", False, str(error))], None, ""
+    arm = max(needed, key=lambda name: needed[name])
+    worst, n, distributed = plans[arm], counts[arm], runs[arm].distributed
+    said = 1 if distributed.strategy == "none" else distributed.processes or n
     how = "whole (ddp)" if distributed.strategy == "ddp" else "sharded"
     where = f"for {n} processes together, {how}" if shared else f"on each of {n}, {how}"
     checks.append(fits("device memory", needed[arm], machine.device_bytes, where if n > 1 else "on one device"))
     if said != n:
-        found = f"as the file stands {'one device holds' if said == 1 else f'each of {said} holds'} {gb(as_it_stands)}"
+        holds, alone = "one device holds" if said == 1 else f"each of {said} holds", plan(runs[arm], said).peak
         strategy = "fsdp2" if distributed.strategy == "none" else distributed.strategy
         remedy = f"needs --distributed.strategy {strategy} --distributed.processes {n}"
-        checks.append(Check("processes", None, found, remedy))
+        checks.append(Check("processes", None, f"as the file stands {holds} {gb(alone)}", remedy))
     elif (most := max(counts.values())) > len(machine.devices) and not shared:
         found = f"distributed.processes: {most}, and devices here: {len(machine.devices)}"
         checks.append(Check("processes", False, found, f"--devices {most} plans for machines that have them"))
@@ -309,33 +303,30 @@ def examine(study: StudyConfig | None, machine: Machine) -> dict[str, Any]:
 
 def report(found: dict[str, Any]) -> str:
     """The findings as lines of text."""
-    lines = ["This machine"]
-    lines += [_line(check) for check in found["checks"]]
-    if "study" in found:
-        study = found["study"]
+    lines = ["This machine", *map(_line, found["checks"])]
+    if study := found.get("study"):
         lines += ["", f"Study {study['name']}"]
-        needs = study.get("plan")
-        if needs:
+        if needs := study.get("plan"):
             lines += [
                 f"  {needs['architecture']}; {needs['parameters']:,} parameters, {needs['trainable']:,} trained",
                 f"  prompts of {needs['prompt_tokens']} and responses of {needs['new_tokens']} tokens; routes "
                 f"{needs['routes_bytes_per_token']}, KV cache {needs['kv_bytes_per_token']} bytes a token",
                 f"  per device, arm {study['arm']} (the most demanding):",
             ]
-            for need in needs["needs"]:
-                when = {"always": "", "sampling": "while sampling", "update": "while updating"}[need["when"]]
-                words = "; ".join(word for word in (when, need["note"]) if word)
-                lines.append(f"    {gb(need['bytes']):>9}  {need['name']}{f' ({words})' if words else ''}")
-            lines += [
-                f"    {gb(needs['peak']):>9}  at the fullest; sampling and updating do not happen at once",
-                f"    {gb(needs['host_bytes']):>9}  on the host, all processes, to load models and write checkpoints",
+            rows = [(need["bytes"], _need(need)) for need in needs["needs"]] + [
+                (needs["peak"], "at the fullest; sampling, updating and probing do not happen at once"),
+                (needs["host_bytes"], "on the host, all processes, to load models and write checkpoints"),
             ]
-        lines += [_line(check) for check in study["checks"]]
-    lines += [
-        "",
-        "Everything required is there." if found["ok"] else "Something required is missing: see the lines marked !!",
-    ]
-    return "\n".join(lines)
+            lines += [f"    {gb(size):>9}  {words}" for size, words in rows]
+        lines += map(_line, study["checks"])
+    end = "Everything required is there." if found["ok"] else "Something required is missing: see the lines marked !!"
+    return "\n".join([*lines, "", end])
+
+
+def _need(need: dict[str, Any]) -> str:
+    when = {"always": "", "update": "while updating"}.get(need["when"], f"while {need['when']}")
+    words = "; ".join(filter(None, (when, need["note"])))
+    return f"{need['name']} ({words})" if words else need["name"]
 
 
 def _line(check: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """All runs of a study, many at a time: here or as jobs of a cluster, with progress and resumption."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +20,13 @@ from moe_rl.study.config import (
     load_study,
     parse_study,
 )
-from moe_rl.study.display import show
 from moe_rl.study.folders import StudyDataError, read_yaml, seeds_in
 from moe_rl.study.jobs import Jobs, job_options
 from moe_rl.study.launchers import Launcher, NotTakenError, Processes, check_roundings
-from moe_rl.study.run import begun, check_folder, check_here, check_task, environment
-from moe_rl.study.runs import Run
+from moe_rl.study.run import begun, check_folder, environment
+from moe_rl.study.runs import Run, show
 from moe_rl.study.words import not_mathematics
-from moe_rl.training.launch import DistributedError, check_shares, launched_processes
+from moe_rl.training.launch import launched_processes
 from moe_rl.yaml_files import parse_yaml
 
 POLL_SECONDS = 1.0
@@ -76,14 +75,13 @@ def run_study(
     if launcher == "processes" and launcher_options:
         raise ConfigError("--launcher-options are those of jobs: say --launcher slurm too")
     make = Processes() if launcher == "processes" else Jobs(launcher, study.name, output, job_options(launcher_options))
-    nodes = make.nodes if isinstance(make, Jobs) else None
     for option, path in (("--output", output), ("--cold-starts", cold_starts)):
         if str(path).startswith("-"):
             raise ConfigError(f"{option}: {path} would be taken for an option later; say {path.absolute()}")
     for place in places.values():
         check_place(study, place)
         check_other_seeds(study, place)
-    runs = [run for name, place in places.items() for run in _runs(study, place, name, nodes)]
+    runs = [run for name, place in places.items() for run in _runs(study, place, name, make.check)]
     with sole_writer(output, command):
         declared = {place: _declared(study, place, whole or study) for place in places.values()}
         for place, text in declared.items():
@@ -187,12 +185,9 @@ def check_labels(study: StudyConfig) -> None:
             )
 
 
-def _runs(study: StudyConfig, place: Path, rounding: str, nodes: int | None = None) -> list[Run]:
-    """Every (arm, seed) of `study` in `place`, with what is there already. Raises as `run_study`.
-
-    Args:
-        nodes: of each job; None: runs are processes of this machine.
-    """
+def _runs(study: StudyConfig, place: Path, rounding: str, check: Callable[[Run], None]) -> list[Run]:
+    """Every (arm, seed) of `study` in `place`, with what is there already, and what is to be made checked. Raises as
+    `run_study`."""
     runs = []
     for arm, seed in study.runs():
         config = study.resolve(arm, seed)
@@ -205,41 +200,9 @@ def _runs(study: StudyConfig, place: Path, rounding: str, nodes: int | None = No
         if run.state == "waiting":
             if launched_processes() > 1:
                 raise ConfigError("moe-rl study is started once, not under torchrun or accelerate launch")
-            if nodes is None:
-                check_here(config)
-                _check_one_process(run)
-            else:
-                check_task(config)
-                _check_processes(run, nodes)
+            check(run)
         runs.append(run)
     return runs
-
-
-def _check_one_process(run: Run) -> None:
-    if run.config.distributed.strategy != "none":
-        raise ConfigError(
-            f"moe-rl study starts one process for each run here; a run over several (distributed.strategy) is started "
-            f"by itself: torchrun --nproc_per_node {run.config.distributed.processes or 'N'} -m moe_rl run FILE "
-            f"--arm {run.arm} --seed {run.seed} --distributed.strategy {run.config.distributed.strategy} "
-            f"--output {run.folder}. As jobs of a cluster a study starts them all: --launcher slurm"
-        )
-
-
-def _check_processes(run: Run, nodes: int) -> None:
-    """What each job would say after it has waited for its nodes."""
-    distributed, several = run.config.distributed, run.config.distributed.strategy != "none"
-    processes = distributed.processes if several else 1
-    if processes is None:
-        raise ConfigError(
-            f"{run.name}: distributed.strategy is {distributed.strategy}; say over how many processes in all: "
-            "--distributed.processes N"
-        )
-    if processes % nodes:
-        raise ConfigError(f"{run.name}: distributed.processes: {processes} cannot be shared by nodes={nodes} equally")
-    try:
-        check_shares(run.config, processes)
-    except DistributedError as error:
-        raise ConfigError(f"{run.name}: {error}") from error
 
 
 def _next(waiting: list[Run], active: list[Run]) -> Run:

@@ -26,19 +26,13 @@ def job_command(arguments: Sequence[str], processes: int | None, node: Node) -> 
         return command_line(arguments)
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes // node.count}"]
     if node.count == 1:
-        return [*torchrun, "--standalone", "-m", "moe_rl", *arguments]
-    digits = int("".join(filter(str.isdigit, node.job)) or 0)
-    return [
-        *torchrun,
-        f"--nnodes={node.count}",
-        f"--node_rank={node.index}",
-        "--rdzv_backend=c10d",
-        f"--rdzv_endpoint={node.first}:{20000 + digits % 10000}",  # jobs that share a node need ports of their own
-        f"--rdzv_id={node.job}",
-        "-m",
-        "moe_rl",
-        *arguments,
-    ]
+        torchrun += ["--standalone"]
+    else:
+        digits = int("".join(filter(str.isdigit, node.job)) or 0)
+        port = 20000 + digits % 10000  # jobs that share a node need ports of their own
+        torchrun += [f"--nnodes={node.count}", f"--node_rank={node.index}", "--rdzv_backend=c10d"]
+        torchrun += [f"--rdzv_endpoint={node.first}:{port}", f"--rdzv_id={node.job}"]
+    return [*torchrun, "-m", "moe_rl", *arguments]
 
 
 def run_job(arguments: Sequence[str], log: str, processes: int | None, settings: Mapping[str, str]) -> None:
@@ -62,8 +56,12 @@ def run_job(arguments: Sequence[str], log: str, processes: int | None, settings:
     with open(log if node.index == 0 else f"{log}.node{node.index}", "ab") as file:
         command = job_command(arguments, processes, node)
         try:
-            if "ATEN_CPU_CAPABILITY" in settings:
-                _check_kernels(settings["ATEN_CPU_CAPABILITY"])
+            if "ATEN_CPU_CAPABILITY" in settings:  # of this node, as a study asks its own machine
+                import torch
+
+                from moe_rl.study.launchers import check_roundings
+
+                check_roundings([settings["ATEN_CPU_CAPABILITY"]], torch.backends.cpu.get_cpu_capability())
             subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, check=True)
         except ConfigError as error:
             file.write(f"moe-rl: error: {error}\n".encode())
@@ -72,12 +70,3 @@ def run_job(arguments: Sequence[str], log: str, processes: int | None, settings:
             if error.returncode < 0:  # which leaves no word of its own
                 file.write(f"moe-rl: error: ended by {signal.Signals(-error.returncode).name}\n".encode())
             raise
-
-
-def _check_kernels(rounding: str) -> None:
-    """As the study does where runs are processes of its own machine."""
-    import torch
-
-    from moe_rl.study.launchers import check_roundings
-
-    check_roundings([rounding], torch.backends.cpu.get_cpu_capability())

@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from moe_rl.files import write_json
 from moe_rl.study.config import ConfigError
 from moe_rl.study.job import run_job
 from moe_rl.study.launchers import NotTakenError
+from moe_rl.study.run import check_task
 from moe_rl.study.runs import Run, last_line
+from moe_rl.training.launch import DistributedError, check_shares
 
 CLUSTERS = {"slurm": "slurm", "submitit-local": "local"}
 """`--launcher`, and submitit's name of it."""
@@ -105,6 +108,25 @@ class Jobs:
     def nodes(self) -> int:
         return int(self.options.get("nodes", 1))
 
+    def check(self, run: Run) -> None:
+        """What each job would say after it has waited for its nodes."""
+        check_task(run.config)
+        distributed = run.config.distributed
+        processes = 1 if distributed.strategy == "none" else distributed.processes
+        if processes is None:
+            raise ConfigError(
+                f"{run.name}: distributed.strategy is {distributed.strategy}; say over how many processes in all: "
+                "--distributed.processes N"
+            )
+        if processes % self.nodes:
+            raise ConfigError(
+                f"{run.name}: distributed.processes: {processes} cannot be shared by nodes={self.nodes} equally"
+            )
+        try:
+            check_shares(run.config, processes)
+        except DistributedError as error:
+            raise ConfigError(f"{run.name}: {error}") from error
+
     def start(self, run: Run, arguments: Sequence[object]) -> None:
         job = self._going_on(run) or self._submit(run, arguments)
         self.jobs[run.folder] = job
@@ -120,7 +142,13 @@ class Jobs:
             job = self.executor.submit(run_job, words, str(run.log), processes, settings)
         except Exception as error:  # submitit's, of what sbatch said
             raise NotTakenError(f"{run.name}: the job was not taken: {' '.join(str(error).split())}") from error
-        write_json(_record(run), {"cluster": self.cluster, "job": job.job_id})
+        try:
+            write_json(_record(run), {"cluster": self.cluster, "job": job.job_id})
+        except OSError as error:  # a study that is started again would submit it a second time
+            job.cancel(check=False)
+            raise NotTakenError(
+                f"{run.name}: job {job.job_id} was cancelled, as {_record(run)} cannot be written ({error.strerror})"
+            ) from error
         return job
 
     def _going_on(self, run: Run) -> Any | None:
@@ -172,7 +200,8 @@ class Jobs:
         run.note = ""
         del self.jobs[run.folder]
         self.over.pop(run.folder, None)
-        _record(run).unlink(missing_ok=True)
+        with suppress(OSError):  # one that stays is of a job that has ended, as the next start is told
+            _record(run).unlink(missing_ok=True)
         return finished
 
     def leave(self) -> None:

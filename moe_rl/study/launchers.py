@@ -1,13 +1,14 @@
 """Who makes the runs of a study: what a launcher does, and the one that uses processes of this machine."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from moe_rl.processes import usable_cores
 from moe_rl.rollout.vllm_engine import vllm_url
 from moe_rl.study.config import ConfigError, StudyConfig
+from moe_rl.study.run import check_here
 from moe_rl.study.runs import Run, last_line
 from moe_rl.study.worker import Worker
 
@@ -16,9 +17,11 @@ class NotTakenError(RuntimeError):
     """A run that could not be started now, and may be later; the message says why."""
 
 
-@runtime_checkable
 class Launcher(Protocol):
     """Makes runs somewhere, many at a time. How far each is, its run folder says."""
+
+    def check(self, run: Run) -> None:
+        """Raises ConfigError, or what `moe_rl.study.run.check_here` does, for a run that cannot be made so."""
 
     def start(self, run: Run, arguments: Sequence[object]) -> None:
         """Begin `moe-rl ARGUMENTS`, which is `run`; what it prints goes to `run.log`. Raises NotTakenError, or
@@ -38,6 +41,17 @@ class Processes:
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
         self.makes: dict[str, Worker] = {}
+
+    def check(self, run: Run) -> None:
+        check_here(run.config)
+        distributed = run.config.distributed
+        if distributed.strategy != "none":
+            raise ConfigError(
+                f"moe-rl study starts one process for each run here; a run over several (distributed.strategy) is "
+                f"started by itself: torchrun --nproc_per_node {distributed.processes or 'N'} -m moe_rl run FILE --arm "
+                f"{run.arm} --seed {run.seed} --distributed.strategy {distributed.strategy} --output {run.folder}. As "
+                "jobs of a cluster a study starts them all: --launcher slurm"
+            )
 
     def start(self, run: Run, arguments: Sequence[object]) -> None:
         for rounding, other in list(self.workers.items()):

@@ -13,23 +13,14 @@ from typing import Any
 import numpy as np
 
 from moe_rl.study.cursor import read_since
-from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.floors import FLOORS
-from moe_rl.study.token_view import TokenStep, slots_left, stored_steps, tokens_file
+from moe_rl.study.token_view import TokenStep, labelled, slots_left, stored_steps, tokens_file
 
 COLUMNS = {
     "rollout": ("step", "reward", "response_length"),
     "eval": ("step", "reward"),
     "update": ("step", "update", "clipped_tokens", "tokens", "grad_norm"),
-    "probe": (
-        "step",
-        "update",
-        "slots_changed",
-        "slots",
-        "var_token_natural",
-        "var_sequence_natural",
-        "entropy",
-    ),
+    "probe": ("step", "update", "slots_changed", "slots", "var_token_natural", "var_sequence_natural", "entropy"),
     "step": ("step", "seconds"),
     "floor": ("step", "floor", "slots_changed", "slots"),
 }
@@ -43,7 +34,8 @@ def new_rows(path: Path, since: str = "", metrics: Mapping[str, Mapping[str, Any
     for what is not finite, false for what the row does not have.
 
     metrics: chosen ones (`choosable`); `chosen` in the answer has of each, where a row has it,
-        [[step, value or null, denominator or null], ...]. Of rows of the kind "engine" those of the pair "engines".
+        [[step, value or null, denominator or null, update or null], ...]. Of rows of the kind "engine" those of the
+        pair "engines".
     """
     rows, answer = read_since(path, since)
     series: dict[str, list[list[Any]]] = {kind: [] for kind in COLUMNS}
@@ -53,7 +45,7 @@ def new_rows(path: Path, since: str = "", metrics: Mapping[str, Mapping[str, Any
             if row.get("kind") == about["kind"] and row.get("pair", "engines") == "engines":
                 value, over = _number(row.get(about["name"])), _number(row.get(about["over"]))
                 if about["name"] in row and isinstance(row.get("step"), int):
-                    chosen[key].append([row["step"], value, over])
+                    chosen[key].append([row["step"], value, over, row.get("update")])
         columns = COLUMNS.get(str(row.get("kind")))
         if columns and isinstance(row.get("step"), int):
             floor = _FLOOR_OF.get(str(row.get("variant")))
@@ -79,8 +71,7 @@ def new_sites(path: Path, since: str = "") -> dict[str, Any]:
             names = row.get("site_names") or names
         elif row.get("kind") == "floor" and row.get("variant") in _FLOOR_OF:
             floor.append([_FLOOR_OF[row["variant"]], rates])
-    labels, common = short_sites(names) if names else ([], "")
-    return {**answer, "rows": found, "floor": floor, "sites": names, "labels": labels, "common": common}
+    return {**answer, "rows": found, "floor": floor, **labelled(names)}
 
 
 def expert_counts(folder: Path, until: int | None = None) -> dict[str, Any]:
@@ -90,13 +81,9 @@ def expert_counts(folder: Path, until: int | None = None) -> dict[str, Any]:
     steps = [step for step in stored_steps(folder) if until is None or step <= until]
     found = {step: _step_counts(folder, step, tokens_file(folder, step).stat().st_mtime_ns) for step in steps}
     counted = {step: counts for step, counts in found.items() if counts}
-    if not counted:
-        return {"steps": [], "sites": [], "labels": [], "common": "", "old": [], "new": [], "moved": []}
-    sites = next(iter(counted.values()))[0]
-    labels, common = short_sites(sites)
-    old, new, moved = np.sum([counts for _, counts in counted.values()], axis=0).tolist()
-    about = {"steps": list(counted), "sites": sites, "labels": labels, "common": common}
-    return {**about, "old": old, "new": new, "moved": moved}
+    sites = next((sites for sites, _ in counted.values()), ())
+    sums = np.sum([counts for _, counts in counted.values()], axis=0).tolist() if counted else [[]] * 3
+    return {"steps": list(counted), **labelled(sites), **dict(zip(("old", "new", "moved"), sums, strict=True))}
 
 
 @lru_cache(maxsize=512)

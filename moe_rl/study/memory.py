@@ -30,53 +30,30 @@ PROMPT_TOKENS = 256
 CHARACTERS_PER_TOKEN = 3
 """Assumed of a tokenizer that is not at hand: fewer than English text has, so that prompts come out longer."""
 
+# fmt: off
 _QWEN3 = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151_936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
+    "model_type": "qwen3_moe", "vocab_size": 151_936, "tie_word_embeddings": False, "norm_topk_prob": True,
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
 }
 _QWEN3_235B = {
-    **_QWEN3,
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "moe_intermediate_size": 1536,
+    **_QWEN3, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 94,
+    "num_attention_heads": 64, "moe_intermediate_size": 1536,
 }
 _OLMOE = {
-    "model_type": "olmoe",
-    "vocab_size": 50_304,
-    "hidden_size": 2048,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "tie_word_embeddings": False,
+    "model_type": "olmoe", "vocab_size": 50_304, "tie_word_embeddings": False,
+    "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
+    "num_attention_heads": 16, "num_key_value_heads": 16,
+    "num_experts": 64, "num_experts_per_tok": 8,
 }
 _GRANITE = {
-    "model_type": "granitemoe",
-    "vocab_size": 49_155,
-    "hidden_size": 1024,
-    "intermediate_size": 512,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "num_experts_per_tok": 8,
-    "tie_word_embeddings": True,
+    "model_type": "granitemoe", "vocab_size": 49_155, "tie_word_embeddings": True,
+    "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 8,
+    "num_local_experts": 32, "num_experts_per_tok": 8,
 }
+# fmt: on
 KNOWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Base"), _QWEN3),
     "Qwen/Qwen3-235B-A22B": _QWEN3_235B,
@@ -89,7 +66,7 @@ checked against: docs/scaling.md."""
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes on one device. when: `always`, or only while responses are sampled or weights updated."""
+    """Bytes on one device. when: `always`, or only while responses are sampled, weights updated or probed."""
 
     name: str
     bytes: int
@@ -99,7 +76,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run needs per device; host and disk in bytes."""
+    """What one run needs per device; on disk; and, where models are on other devices, most that all processes of a node
+    hold on the host at once. In bytes."""
 
     architecture: str
     parameters: int
@@ -116,11 +94,12 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes on one device when it is fullest: sampling and updating do not happen at once."""
-        phases = {"always": 0, "sampling": 0, "update": 0}
-        for need in self.needs:
-            phases[need.when] += need.bytes
-        return phases["always"] + max(phases["sampling"], phases["update"])
+        """Bytes on one device when it is fullest: what is not there always comes one after the other."""
+        always, *phases = (
+            sum(need.bytes for need in self.needs if need.when == when)
+            for when in ("always", "sampling", "update", "probing")
+        )
+        return always + max(phases)
 
 
 def architecture(config: ModelConfig, alphabet: str = "") -> Any:
@@ -224,20 +203,20 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
         embeddings = V * H * (1 if getattr(hf, "tie_word_embeddings", False) else 2)
         layer = (count - embeddings) / L * size
         needs.append(Need("gathered layers", math.ceil(2 * layer), "always", "two at a time, weights alone"))
+    note = f"estimate; {micro} responses of {length} tokens"
+    note += ", checkpointed" if run.model.gradient_checkpointing else ""
     waiting = (1 + run.rollout.lag) * responses * length  # every rank holds every batch
     needs += [
         Need("routes", waiting * routes_token, "always", f"{routes_token} bytes a token"),
         Need("KV cache", decoded * length * kv_token, "sampling", f"{decoded} responses, {kv_token} bytes a token"),
         Need("sampling logits", decoded * V * (size + 16), "sampling"),
         Need("logits of a chunk", chunk * V * (8 + size) + 4 * V * H, "update", f"{chunk} tokens at a time"),
-        Need(
-            "activations",
-            activation_bytes(hf, micro * length, length, run.model),
-            "update",
-            f"estimate; {micro} responses of {length} tokens"
-            + (", checkpointed" if run.model.gradient_checkpointing else ""),
-        ),
+        Need("activations", activation_bytes(hf, micro * length, length, run.model), "update", note),
     ]
+    if run.probe.every:
+        probed = min(run.probe.sequences, responses) * new_tokens
+        note = f"{probed} tokens in fp32, as before the updates and now"
+        needs.append(Need("router logits of the probe", 8 * probed * len(sites) * experts, "probing", note))
     if method.weighs_routes:
         kept, said = 4 * len(sites) * top_k, size * len(sites) * experts
         needs += [
@@ -257,6 +236,9 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
     copies = sum(need.bytes for need in needs if need.name in ("reference", "initial policy"))
     kept = copies * (devices if sharded else 1)
     scorers = sum(need.name in ("value model", "reward model") for need in needs)
+    # Sharded, rank 0 alone loads, and sends the others their shards; it gathers each file of a checkpoint whole.
+    loaded = weights + kept + scorers * weights + sum(need.bytes for need in needs if need.name == "rollout engine")
+    loaded *= 1 if sharded else devices
     return Plan(
         architecture=f"{hf.model_type}, {L} layers, {experts} experts, {top_k} per token",
         parameters=count,
@@ -266,29 +248,10 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
         routes_bytes_per_token=routes_token,
         kv_bytes_per_token=kv_token,
         needs=tuple(needs),
-        host_bytes=host_bytes(
-            loaded=weights + kept + scorers * weights,
-            engine=sum(need.bytes for need in needs if need.name == "rollout engine"),
-            file=max(weights, states, whole if scorers else 0),
-            ranks=devices,
-            sharded=sharded,
-        ),
+        host_bytes=max(loaded, weights, states, whole if scorers else 0),
         checkpoint_bytes=weights + states + kept + scorers * (weights + whole),
         kept_bytes=weights * (1 + run.optim.steps // run.keep_policy_every) if run.keep_policy_every else 0,
     )
-
-
-def host_bytes(loaded: int, engine: int, file: int, ranks: int, sharded: bool) -> int:
-    """Most that all processes of a node hold at once on the host, where models are on other devices.
-
-    Args:
-        loaded: weights of the policy and of every model that begins as a copy of it.
-        engine: of a second rollout engine, which is copied beside them.
-        file: the largest file of a checkpoint, which rank 0 gathers whole before it writes it.
-        ranks: processes.
-        sharded: then rank 0 alone loads, and sends the others their shards; else every rank loads.
-    """
-    return max((loaded + engine) * (1 if sharded else ranks), file)
 
 
 def activation_bytes(hf: Any, tokens: int, length: int, config: ModelConfig) -> int:

@@ -1,44 +1,59 @@
-"""Progress in words: of one run as plain lines, and the pieces that a display of many is made of."""
+"""Progress of one run, by the rows that it writes: as plain lines, in words; and the error that its log ends with."""
 
 import re
 import time
+from dataclasses import dataclass
 from typing import Any
 
 COLD_START_EVERY = 50  # steps of supervised training between lines
 
 
-class Lines:
-    """Called with every row that a run writes; prints a line per step: reward, slots changed, time left."""
+@dataclass(kw_only=True)
+class Progress:
+    """Steps done, and what was measured last. Its pace is told from when it `began` its `first_step`."""
 
-    def __init__(self, steps: int):
-        self.steps = steps
-        self.first: tuple[int, float] | None = None
-        self.reward: float | None = None
-        self.change: float | None = None
+    steps: int
+    step: int = 0
+    reward: float | None = None
+    change: float | None = None
+    first_step: int | None = None
+    began: float = 0.0
 
-    def __call__(self, row: dict[str, Any]) -> None:
-        if row["kind"] == "cold_start":
-            if row["step"] % COLD_START_EVERY == 0 or row["step"] == row["steps"]:
-                self.say(f"cold start: step {row['step']}/{row['steps']}, loss {row['loss']:.3f}")
-        elif row["kind"] == "eval":
-            self.say(f"step {row['step']}/{self.steps}: held-out reward {number(row['reward'])}")
-        elif row["kind"] == "rollout":
-            self.reward = row["reward"]
-            self.first = self.first or (row["step"], time.monotonic())
+    def begin(self, step: int) -> None:
+        self.first_step, self.began = step, time.monotonic()
+
+    def take(self, row: dict[str, Any]) -> None:
+        if row["kind"] == "rollout":
+            self.reward = None if row["reward"] is None else float(row["reward"])
         elif row["kind"] == "probe":
             self.change = row["slots_changed"] / row["slots"] if row["slots"] else None
         elif row["kind"] == "step":
-            done = row["step"] + 1
-            left = None
-            if self.first is not None and done > self.first[0]:
-                left = (time.monotonic() - self.first[1]) / (done - self.first[0]) * (self.steps - done)
-            self.say(
-                f"step {done}/{self.steps}: reward {number(self.reward)}, slots changed {percent(self.change)}, "
-                f"{clock(left)} left"
-            )
+            self.step = min(int(row["step"]) + 1, self.steps)
 
-    def say(self, text: str) -> None:
-        print(text, flush=True)
+    def left(self) -> float | None:
+        """Seconds that it still needs at its pace."""
+        if self.first_step is None or self.step <= self.first_step:
+            return None
+        return (time.monotonic() - self.began) / (self.step - self.first_step) * (self.steps - self.step)
+
+    def latest(self) -> str:
+        return f"reward {number(self.reward)}, slots changed {percent(self.change)}, {clock(self.left())} left"
+
+
+class Lines(Progress):
+    """Called with every row that a run writes; prints a line per step."""
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        self.take(row)
+        if row["kind"] == "cold_start":
+            if row["step"] % COLD_START_EVERY == 0 or row["step"] == row["steps"]:
+                print(f"cold start: step {row['step']}/{row['steps']}, loss {row['loss']:.3f}", flush=True)
+        elif row["kind"] == "eval":
+            print(f"step {row['step']}/{self.steps}: held-out reward {number(row['reward'])}", flush=True)
+        elif row["kind"] == "rollout" and self.first_step is None:
+            self.begin(row["step"])
+        elif row["kind"] == "step":
+            print(f"step {self.step}/{self.steps}: {self.latest()}", flush=True)
 
 
 _RANK = re.compile(r"^\[[a-z]+\d+\]: ?", re.M)  # before each line of a traceback where there are several ranks

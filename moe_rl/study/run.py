@@ -9,7 +9,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +35,7 @@ from moe_rl.training.levers import check_sites
 from moe_rl.training.trackers import check_tracker
 from moe_rl.yaml_files import parse_yaml
 
-PACKAGES = (
-    "moe_rl",
-    "torch",
-    "transformers",
-    "accelerate",
-    "numpy",
-    "pandas",
-    "pyarrow",
-    "matplotlib",
-    "scipy",
-)
-
+PACKAGES = ("moe_rl", "torch", "transformers", "accelerate", "numpy", "pandas", "pyarrow", "matplotlib", "scipy")
 SHOWN = 16
 """Problems of each split by which a task is known again."""
 
@@ -202,19 +191,13 @@ def begun(folder: Path) -> bool:
 def environment(command: str) -> dict[str, Any]:
     """What a reader needs to repeat the run, or to see why numbers differ elsewhere: commit, versions, device,
     processor, instruction set in use, math libraries, threads, `command`."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
     cuda = torch.cuda.is_available()
     return {
         **_git(),
-        "versions": versions,
+        "versions": {name: version_of(name) for name in PACKAGES},
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if cuda else processor(),
         "cuda": torch.version.cuda if cuda else None,
         "cpu": _cpu_model(),
         "cpus": os.cpu_count(),
@@ -227,34 +210,45 @@ def environment(command: str) -> dict[str, Any]:
     }
 
 
+def version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def processor() -> str:
+    return platform.processor() or platform.machine()
+
+
 def _cpu_model() -> str:
     """The processor by name, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
+    with suppress(OSError):
+        if named := re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M):
+            return named[1].strip()
+    return processor()
 
 
 def _math_libraries(built: str) -> list[str]:
     """What `torch.__config__.show()` lists, and of its build settings the BLAS alone, not the compiler's flags."""
-    lines = [line.strip()[2:] for line in built.splitlines() if line.strip().startswith("- ")]
+    lines = re.findall(r"^\s*- (.*)", built, re.M)
     return [line for line in lines if not line.startswith("Build settings")] + re.findall(r"BLAS_INFO=\w+", built)
 
 
 def _git() -> dict[str, Any]:
     """Commit and dirty flag of the source tree, null when it is not a checkout."""
-
-    def git(*args: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True, timeout=10
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = git("rev-parse", "HEAD")
-    status = git("status", "--porcelain", "--untracked-files=no") if commit else None
-    return {"git_commit": commit, "git_dirty": None if status is None else bool(status)}
+    describe = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--exclude=*",
+        "--dirty",
+    ]
+    try:
+        said = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return {"git_commit": None, "git_dirty": None}
+    return {"git_commit": said.removesuffix("-dirty"), "git_dirty": said.endswith("-dirty")}

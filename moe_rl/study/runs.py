@@ -1,18 +1,27 @@
-"""One run of a study as the study sees it: how far it is, read from its run folder and its log."""
+"""The runs of a study as the study sees them: how far each is, by its run folder and its log; and all of them, on a
+terminal or as plain lines."""
 
 import contextlib
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
 from moe_rl.study.cursor import follow
-from moe_rl.study.progress import error_in
+from moe_rl.study.progress import Progress, clock, error_in, number, percent
+from moe_rl.study.words import count
 from moe_rl.training import RunConfig
+
+PLAIN_SECONDS = 15.0  # between progress lines where there is no terminal
 
 
 @dataclass
-class Run:
+class Run(Progress):
     """One (arm, seed) under one rounding: where it writes, what it is doing.
 
     note: of whoever starts it, while it has not begun (a job that waits in a queue, or was not taken).
@@ -26,24 +35,19 @@ class Run:
     config: RunConfig
     rounding: str = "native"
     state: str = "waiting"
-    began: float = 0.0
     seconds: float = 0.0
-    step: int = 0
-    first_step: int | None = None
-    reward: float | None = None
-    change: float | None = None
     note: str = ""
     problem: str = ""
+    steps: int = field(init=False)
     since: str = field(default="", repr=False)
     counting: bool = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.steps = self.config.optim.steps
 
     @property
     def name(self) -> str:
         return f"{self.arm} seed {self.seed}" + ("" if self.rounding == "native" else f" {self.rounding}")
-
-    @property
-    def steps(self) -> int:
-        return self.config.optim.steps
 
     @property
     def starting(self) -> bool:
@@ -52,12 +56,8 @@ class Run:
 
     def begins_like(self, other: "Run") -> bool:
         """Whether both need the same cold start."""
-        same = (self.rounding, self.config.task, self.config.model) == (
-            other.rounding,
-            other.config.task,
-            other.config.model,
-        )
-        return same and self.config.model.path is None and self.config.model.cold_start is not None
+        mine, others = ((run.rounding, run.config.task, run.config.model) for run in (self, other))
+        return mine == others and self.config.model.path is None and self.config.model.cold_start is not None
 
     def read(self) -> None:
         """Take in what the run wrote to metrics.jsonl since the last call. What is wrong with the file, or with a line
@@ -74,14 +74,9 @@ class Run:
 
     def take(self, row: dict[str, Any]) -> None:
         with contextlib.suppress(ValueError, KeyError, TypeError, ArithmeticError):
-            if row["kind"] == "rollout":
-                self.reward = None if row["reward"] is None else float(row["reward"])
-            elif row["kind"] == "probe":
-                self.change = row["slots_changed"] / row["slots"] if row["slots"] else None
-            elif row["kind"] == "step":
-                self.step = min(int(row["step"]) + 1, self.steps)
-                if self.counting:  # to the last row of one reading: those before may be of an earlier start
-                    self.first_step, self.began = self.step, time.monotonic()
+            super().take(row)
+            if row["kind"] == "step" and self.counting:
+                self.begin(self.step)  # to the last row of one reading: those before may be of an earlier start
 
     def beginning(self) -> str:
         """What a run says before its first step: how far its cold start is, or that it waits for another's; why it was
@@ -98,17 +93,78 @@ class Run:
         said = self.problem or last_line(self.log)
         return f"{said} (log: {self.log})" if self.log.exists() else said
 
-    def left(self, usual: float | None) -> float | None:
+    def left(self, usual: float | None = None) -> float | None:
         """Seconds that this run still needs, from its own pace or from a finished run's."""
-        if self.state == "done":
-            return 0.0
-        if self.first_step is not None and self.step > self.first_step:
-            pace = (time.monotonic() - self.began) / (self.step - self.first_step)
-            return pace * (self.steps - self.step)
-        return usual * (1 - self.step / self.steps) if usual else None
+        own = super().left()
+        return usual * (1 - self.step / self.steps) if own is None and usual else own
 
 
 def last_line(log: Path) -> str:
     """The error that a log ends with, else its last line."""
     text = log.read_text(errors="replace").strip() if log.exists() else ""
     return error_in(text) or (text.splitlines() or ["no output"])[-1]
+
+
+def totals(runs: list[Run], workers: int) -> tuple[int, float | None]:
+    """Runs that are done, and seconds left for all of them."""
+    done = [run.seconds for run in runs if run.state == "done" and run.seconds]
+    known = {run.name: own for run in runs if run.state == "running" and (own := run.left()) is not None}
+    usual = sum(done) / len(done) if done else None
+    if usual is None and known:  # as the slowest that runs
+        paces = [known[run.name] / max(1, run.steps - run.step) for run in runs if run.name in known]
+        usual = max(paces) * max(run.steps for run in runs)
+    left = [run.left(usual) for run in runs if run.state in ("running", "waiting")]
+    finished = sum(run.state == "done" for run in runs)
+    if any(x is None for x in left):
+        return finished, None
+    return finished, max([sum(x for x in left if x is not None) / workers, *known.values()])
+
+
+def show(runs: list[Run], workers: int, polls: Iterable[None]) -> None:
+    """How far the runs are, after every poll: a table that redraws itself on a terminal, else plain lines."""
+    console = Console()
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            for _ in polls:
+                live.update(_table(runs, workers), refresh=True)
+    else:
+        _lines(runs, workers, polls)
+
+
+def _table(runs: list[Run], workers: int) -> Table:
+    finished, left = totals(runs, workers)
+    table = Table(title=f"{finished}/{len(runs)} runs done, {clock(left)} left")
+    for column in ("arm", "seed", "state", "step", "reward", "slots changed", "time left"):
+        table.add_column(column, justify="left" if column in ("arm", "state") else "right")
+    for run in runs:
+        table.add_row(
+            run.arm,
+            str(run.seed),
+            run.beginning() or run.state,
+            f"{run.step}/{run.steps}",
+            number(run.reward),
+            percent(run.change),
+            clock(run.left()) if run.state == "running" else "",
+        )
+    return table
+
+
+def _lines(runs: list[Run], workers: int, polls: Iterable[None]) -> None:
+    """Every few seconds, and when something ends."""
+    told, last = {run.name for run in runs if run.state == "done"}, time.monotonic()
+    print(f"{count(len(runs), 'run')}, {len(told)} already done, {workers} at a time", flush=True)
+    for _ in polls:
+        finished, left = totals(runs, workers)
+        said = {}
+        for run in runs:
+            if run.state in ("done", "failed") and run.name not in told:
+                told.add(run.name)
+                end = f"done in {clock(run.seconds)}, reward {number(run.reward)}"
+                said[run.name] = end if run.state == "done" else run.reason()
+        if time.monotonic() - last >= PLAIN_SECONDS:
+            last = time.monotonic()
+            for run in runs:
+                if run.beginning() or run.state == "running":
+                    said[run.name] = run.beginning() or f"step {run.step}/{run.steps}, {run.latest()}"
+        for name, words in said.items():
+            print(f"{name}: {words} | study: {finished}/{len(runs)} done, {clock(left)} left", flush=True)

@@ -12,7 +12,11 @@ from moe_rl.names import nearest
 from moe_rl.yaml_files import YamlError, parse_yaml
 
 
-class StudyFileError(ValueError):
+class ConfigError(ValueError):
+    """A study file that cannot be used; the message names the file, the field and the remedy."""
+
+
+class StudyFileError(ConfigError):
     """A study file that is not there or cannot be read, that names code or machines which were not trusted, or a list
     of studies where one study is wanted."""
 
@@ -53,17 +57,27 @@ def find_study(word: str) -> Path:
         StudyFileError: neither; with the nearest match.
     """
     path, known = Path(word), shipped_studies()
-    if path.is_dir() and word in known:
+    if word in known and not path.is_file():
         return known[word]
     if path.exists():
         return path
-    if word in known:
-        return known[word]
     if len(path.parts) > 1:
-        beside = [str(path.parent / p.name) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        raise StudyFileError(f"{word}: no such study file{nearest(word, beside)}")
+        read_study_file(path)  # says so
     near = nearest(word.lower(), [*known, *(p.name for p in Path().glob("*.y*ml"))])
     raise StudyFileError(f"{word}: no such study file, and no study of that name comes with moe_rl{near}")
+
+
+def read_study_file(path: Path) -> Any:
+    """What a study file holds, as plain data. Raises StudyFileError: no file, or not YAML."""
+    if path.is_dir():
+        raise StudyFileError(f"{path} is a folder; a study file is YAML")
+    if not path.exists():
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")])
+        raise StudyFileError(f"{path}: no such study file{near}")
+    try:
+        return parse_yaml(path.read_bytes())
+    except YamlError as error:
+        raise StudyFileError(f"{path}: {error}") from error
 
 
 def outline(path: Path) -> Outline:
@@ -72,11 +86,9 @@ def outline(path: Path) -> Outline:
     Raises:
         StudyFileError: no file, or not YAML.
     """
-    if path.is_dir():
-        raise StudyFileError(f"{path} is a folder; a study file is YAML")
     try:
-        data = parse_yaml(path.read_bytes())
-    except (OSError, YamlError) as error:
+        data = read_study_file(path)
+    except OSError as error:
         raise StudyFileError(f"{path}: {error}") from error
     data = data if isinstance(data, dict) else {}
     arms = data.get("arms")

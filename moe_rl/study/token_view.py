@@ -5,6 +5,7 @@ network. The live page shows the same view of the same data.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -58,12 +59,7 @@ class TokenStep:
         """What there is to choose from, and `top`, the largest number of changed experts of a token."""
         last = self.updates[-1]
         changed = {(seq, update): self.changed(seq, update) for seq in self.sequences for update in self.updates}
-        about: dict[str, Any] = {"sites": [], "labels": [], "common": "", "slots": 0}
-        if self.routed:
-            routes = self.routes(0)
-            labels, common = short_sites(list(routes.sites))
-            L, K = routes.shape[2:]
-            about = {"sites": list(routes.sites), "labels": labels, "common": common, "slots": L * K}
+        routes = self.routes(0) if self.routed else None
         return {
             "step": self.step,
             "updates": self.updates,
@@ -77,8 +73,9 @@ class TokenStep:
                 for seq in self.sequences
             ],
             "top": max(int(counts.max()) for counts in changed.values()),
-            "unit": "experts" if self.routed else "sites",
-            **about,
+            "unit": "experts" if routes else "sites",
+            **labelled(routes.sites if routes else ()),
+            "slots": math.prod(routes.shape[2:]) if routes else 0,
         }
 
     def response(self, seq: int, update: int, most: int = MOST_TOKENS, routers: bool = False) -> dict[str, Any]:
@@ -214,6 +211,12 @@ def slots_left(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     return left
 
 
+def labelled(sites: Sequence[str]) -> dict[str, Any]:
+    """Routing sites, and what pages call them."""
+    labels, common = short_sites(list(sites))
+    return {"sites": list(sites), "labels": labels, "common": common}
+
+
 def tokens_file(folder: Path, step: int) -> Path:
     """Where a run folder holds the tokens of a step."""
     return folder / "tokens" / f"step_{step:06d}.parquet"
@@ -303,6 +306,6 @@ def _listed(values: np.ndarray, digits: int) -> list[Any]:
     return list(listed.tolist())
 
 
-def _rounded(value: Any, digits: int = 6) -> float | None:
+def _rounded(value: Any) -> float | None:
     """A number as pages get it; None where there is none."""
-    return None if value is None or not np.isfinite(value) else float(f"{float(value):.{digits}g}")
+    return None if value is None or not np.isfinite(value) else float(f"{float(value):.6g}")

@@ -22,7 +22,6 @@ from urllib.parse import parse_qs, urlsplit
 from moe_rl.names import nearest
 from moe_rl.study.alarms import ALARMS, Alarm, AlarmError, LiveAlarms, alarms_of
 from moe_rl.study.cursor import LiveError
-from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures.screen import scales
 from moe_rl.study.live import LiveStudies, LiveStudy
 from moe_rl.study.live_rows import COLUMNS, expert_counts, new_rows, new_sites
@@ -125,12 +124,9 @@ class Api:
         """Runs, arms, conditions, settings in which arms differ, alarms; with what the page draws them in."""
         live = self._live(query)
         table, problem = _alarm_table(live.thresholds)
-        shown = [
-            {name: getattr(a, name) for name in ("name", "title", "rule", "source", "declared")}
-            | {"of": [a.kind, a.metric]}
-            for a in table
-        ]
-        about = {"alarms": shown, "alarms_problem": problem, "studies": self.studies.names()}
+        names = ("name", "title", "rule", "source", "declared")
+        alarms = [{name: getattr(a, name) for name in names} | {"of": [a.kind, a.metric]} for a in table]
+        about = {"alarms": alarms, "alarms_problem": problem, "studies": self.studies.names()}
         return {**live.overview(), **about, "columns": COLUMNS, "scales": scales()}
 
     def catalogue(self, query: dict[str, str]) -> dict[str, Any]:
@@ -141,14 +137,13 @@ class Api:
     def run(self, query: dict[str, str]) -> dict[str, Any]:
         """Curves of `run` after the cursor `since`, with the chosen `metrics` (kind.name, comma between them), and the
         steps whose tokens are stored; at the end of what there is also its alarms."""
-        folder, names = self._folder(query), [name for name in query.get("metrics", "").split(",") if name]
-        if names:
-            import_torch()
-        known = choosable() if names else {}
-        unknown = next((name for name in names if name not in known), None)
-        if unknown is not None:
-            raise LiveError(f"metrics: no metric {unknown!r}{nearest(unknown, list(known))}")
-        rows = new_rows(folder / "metrics.jsonl", query.get("since", ""), {name: known[name] for name in names})
+        folder, metrics = self._folder(query), {}
+        for name in filter(None, query.get("metrics", "").split(",")):
+            known = self.catalogue(query)["metrics"]
+            if name not in known:
+                raise LiveError(f"metrics: no metric {name!r}{nearest(name, list(known))}")
+            metrics[name] = known[name]
+        rows = new_rows(folder / "metrics.jsonl", query.get("since", ""), metrics)
         answer = {**rows, "token_steps": stored_steps(folder)}
         return answer if answer["more"] else {**answer, "alarms": self._alarms(self._live(query), query["run"], folder)}
 
@@ -263,20 +258,19 @@ def own_host(host: str) -> bool:
 
 
 def _answer(api: Api, name: str, query: str) -> tuple[HTTPStatus, str, bytes]:
-    status, kind = HTTPStatus.OK, "application/json; charset=utf-8"
     try:
         if name not in api.answers:
             raise LiveError(f"no such answer {name!r}; there are {', '.join(api.answers)}")
         asked = {key: values[-1] for key, values in parse_qs(query, keep_blank_values=True).items()}
-        return status, kind, _json(api.answers[name](asked))
+        status, content = HTTPStatus.OK, _json(api.answers[name](asked))
     except LiveError as error:
-        status, content = HTTPStatus.NOT_FOUND, {"error": str(error)}
-    except (StudyDataError, OSError, ValueError) as error:
-        status, content = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}
+        status, content = HTTPStatus.NOT_FOUND, _json({"error": str(error)})
+    except (OSError, ValueError) as error:  # StudyDataError is a ValueError
+        status, content = HTTPStatus.INTERNAL_SERVER_ERROR, _json({"error": str(error)})
     except Exception as error:  # values in somebody's files that nobody thought of: the page says so, and goes on
         what = f"{name}: the files hold what cannot be shown ({type(error).__name__}: {error})"
-        status, content = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": what}
-    return status, kind, _json(content)
+        status, content = HTTPStatus.INTERNAL_SERVER_ERROR, _json({"error": what})
+    return status, "application/json; charset=utf-8", content
 
 
 def _json(content: Any) -> bytes:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import yaml
-from synthetic import read_rows, write_rows, write_study
+from synthetic import add_rows, read_rows, write_rows, write_study
 
 from moe_rl.cli import main
 from moe_rl.measure.catalogue import find
@@ -94,6 +94,24 @@ def test_alarms_of_a_file_that_a_resume_rewrote_are_of_what_it_holds_now(tmp_pat
     again = list(rows(5, ess_token=lambda s: 0.9))
     write_rows(run, again, {})
     assert live.now() == taken(again).summary() and not live.now()["crossed"]["ess"]
+
+
+def test_a_value_is_looked_at_once_however_often_a_run_is_polled(tmp_path, monkeypatch):
+    """And again only where a row is written in place of another."""
+    run, looked, crosses = tmp_path / "a" / "seed0", [], Spikes.crosses
+    monkeypatch.setattr(Spikes, "crosses", lambda self, value: (looked.append(value), crosses(self, value))[1])
+    found = [{"kind": "update", "step": step, "update": 1, "grad_norm": 1 + step % 3} for step in range(40)]
+    write_rows(run, [], {})
+    live = LiveAlarms(run / "metrics.jsonl", ALARMS)
+    for row in found:
+        add_rows(run, row)
+        said = live.now()
+    assert looked == [row["grad_norm"] for row in found] and said == taken(found).summary()
+    looked.clear()
+    again = {**found[30], "grad_norm": 99.0}
+    add_rows(run, again)
+    assert live.now() == taken([*found[:30], again, *found[31:]]).summary()
+    assert live.now()["crossed"]["grad_norm"] == [[30, 99.0]]
 
 
 def test_what_crossed_before_a_collapse_comes_in_the_order_of_its_first_steps():

@@ -280,6 +280,17 @@ def test_what_is_wrong_with_a_study_is_said_in_words(monkeypatch):
     assert "!! model options" in text and "megablocks" in text
 
 
+@pytest.mark.parametrize("controllers", ["memory", "cpuset,memory"])
+def test_memory_left_in_a_container_of_the_first_cgroups(tmp_path, controllers):
+    own, group = tmp_path / "self", tmp_path / "cgroup" / "memory" / "docker" / "one"
+    own.write_text(f"5:cpu,cpuacct:/docker/other\n9:{controllers}:/docker/one\n1:name=systemd:/docker/one\n")
+    group.mkdir(parents=True)
+    stat = "inactive_file 7\ntotal_inactive_file 300\nhierarchical_memory_limit 1000"
+    for name, text in (("limit_in_bytes", 1000), ("usage_in_bytes", 900), ("stat", stat)):
+        (group / f"memory.{name}").write_text(f"{text}\n")
+    assert left_in_cgroups(own, tmp_path / "cgroup") == [400]
+
+
 LACKING = """
 from dataclasses import dataclass
 from typing import ClassVar

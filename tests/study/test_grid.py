@@ -24,7 +24,7 @@ from moe_rl.study.grid import (
     run_study,
     with_earlier,
 )
-from moe_rl.study.launchers import check_roundings
+from moe_rl.study.launchers import Processes, check_roundings
 from moe_rl.study.run import check_folder
 from moe_rl.study.shipped import find_study, listed_studies, outline
 from moe_rl.study.worker import Worker
@@ -52,7 +52,7 @@ NATIVE = torch.backends.cpu.get_cpu_capability()
 
 
 def runs_of(tmp_path, **changes):
-    return _runs(parse_study({**MICRO, **changes}), tmp_path, "native")
+    return _runs(parse_study({**MICRO, **changes}), tmp_path, "native", Processes().check)
 
 
 def test_each_seed_has_a_cold_start_that_its_arms_share(tmp_path):

@@ -5,9 +5,8 @@ import os
 import pytest
 
 from moe_rl.runlog import RunLog
-from moe_rl.study.display import totals
 from moe_rl.study.progress import clock, number, percent
-from moe_rl.study.runs import Run
+from moe_rl.study.runs import Run, totals
 from moe_rl.training import OptimConfig, RunConfig
 
 STEPS = 5

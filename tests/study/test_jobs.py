@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,7 +86,8 @@ def launcher(*options):
 
 def planned(arm="one", nodes=1):
     arms = {"two": STUDY["arms"]["two"]} if nodes > 1 else STUDY["arms"]
-    runs = _runs(parse_study({**STUDY, "arms": arms}), Path("runs/jobs"), "native", nodes)
+    check = partial(Jobs.check, SimpleNamespace(nodes=nodes))
+    runs = _runs(parse_study({**STUDY, "arms": arms}), Path("runs/jobs"), "native", check)
     for run in runs:
         run.log.parent.mkdir(parents=True, exist_ok=True)
     return next(run for run in runs if run.arm == arm)
@@ -266,6 +268,29 @@ def test_a_job_that_is_not_taken_is_offered_again_while_others_go_on(slurm, fold
     (first.folder / "DONE").write_text("{}")
     next(polls), next(polls)
     assert (first.state, second.state) == ("done", "running") and len(list(folder.glob("*.sbatch"))) == 2
+    polls.close()
+
+
+def test_a_job_whose_number_cannot_be_kept_is_cancelled_and_offered_again(slurm, folder, monkeypatch):
+    """It would be submitted a second time by a study that is started again; those that go on are watched on."""
+    (folder / "bin" / "scancel").write_text(f'#!/bin/sh\necho "$1" >>{folder}/cancelled\n')
+    (folder / "bin" / "scancel").chmod(0o755)
+    monkeypatch.setattr("moe_rl.study.grid.POLL_SECONDS", 0.0)
+    first, second = planned(), planned("two")
+    second.log.with_suffix(".job").mkdir()  # as a full disk would: what is written there fails
+    polls = _schedule([first, second], launcher(), Path("cold"), 2)
+    next(polls)
+    assert (first.state, second.state) == ("running", "waiting") and (folder / "cancelled").read_text() == "101\n"
+    assert (
+        second.note == f"two seed 0: job 101 was cancelled, as {second.log.with_suffix('.job')} cannot be written "
+        "(Is a directory)"
+    )
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: os.mkdir("/"))  # nor removed
+    first.folder.mkdir(parents=True)
+    (first.folder / "DONE").write_text("{}")
+    second.log.with_suffix(".job").rmdir()
+    next(polls), next(polls)
+    assert (first.state, second.state) == ("done", "running")
     polls.close()
 
 

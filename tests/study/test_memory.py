@@ -30,6 +30,19 @@ def test_what_a_probe_and_pairs_keep_and_what_waits():
     assert plain["sampling logits"] == 256 * 151_936 * (2 + 16)
 
 
+def test_a_probe_holds_what_the_routers_said_before_and_after_while_nothing_else_comes_and_goes():
+    """In fp32, of the response tokens of the probed responses, beside what is always there."""
+    few = RolloutConfig(prompts=2, group_size=8, max_new_tokens=1000)
+    for sequences, probed in ((4, 4), (32, 16)):
+        of = plan(run(QWEN, rollout=few, probe=ProbeConfig(sequences=sequences)))
+        (need,) = (need for need in of.needs if need.name == "router logits of the probe")
+        assert (need.bytes, need.when) == (2 * 4 * probed * 1000 * 48 * 128, "probing")
+    assert "router logits of the probe" not in needs(run(QWEN, probe=ProbeConfig(every=0)))
+    many = plan(run(QWEN, probe=ProbeConfig(sequences=256), rollout=RolloutConfig(max_new_tokens=10**6, max_batch=1)))
+    always, probing = (sum(need.bytes for need in many.needs if need.when == when) for when in ("always", "probing"))
+    assert many.peak >= always + probing > 10**12
+
+
 @pytest.mark.parametrize("path", ["ibm-granite/granite-3.1-1b-a400m-base", "Qwen/Qwen3-30B-A3B"])
 def test_gathered_layers_are_without_the_embeddings_which_may_be_one_matrix(path):
     config = ModelConfig(path=path, dtype="bfloat16")

@@ -162,6 +162,10 @@ def test_a_value_that_is_not_finite_is_a_gap_and_one_that_was_not_recorded_is_no
         for mode in ("last", "mean"):
             points = f"(p => {{ {added}; return [p.y(0), p.y(1)]; }})(new moeRL.Points('{mode}'))"
             assert browser.js(points) == [None, 5]
+        rows = "[[0, 1, 1, 1], [0, 5, 1, 2], [0, 2, 1, 1], [0, 4, 1, 2], [1, 9], [0, 6, 2, 1]]"
+        for mode, means in {"mean": [1, 3, 3.5, 3, 3, 3], "last": [1, 5, 2, 4, 4, 3]}.items():
+            again = f"(p => {rows}.map(v => (p.add(...v), p.y(0))))(new moeRL.Points('{mode}'))"
+            assert browser.js(again) == means, "rows of an update that come again count once"
         thinned = browser.js("moeRL.thin([[0, 1], [1, 3], [2, 5], [3, null], [4, null], [5, 7]], 2)")
         assert thinned == [[0.5, 2], [2, 5], [3, None], [5, 7]]
 
@@ -265,17 +269,17 @@ def test_the_menu_of_responses_is_of_the_step_shown(browser, url, study):
 
 def test_chosen_values_come_with_their_denominators_and_of_one_pair_of_engines(tmp_path):
     rows = [
-        {"kind": "update", "step": 0, "clipped_tokens": 3, "tokens": 12},
+        {"kind": "update", "step": 0, "update": 1, "clipped_tokens": 3, "tokens": 12},
         {"kind": "engine", "step": 0, "pair": "engines", "k3": 0.25},
         {"kind": "engine", "step": 0, "pair": "rollout_to_new", "k3": 9.0},
-        {"kind": "update", "step": 1, "clipped_tokens": None, "tokens": 12},
+        {"kind": "update", "step": 1, "update": 1, "clipped_tokens": None, "tokens": 12},
         {"kind": "update", "step": 2, "tokens": 12},
     ]
     write_rows(tmp_path, rows)
     known = choosable()
     wanted = {name: known[name] for name in ("update.clipped_tokens", "engine.k3")}
     chosen = new_rows(tmp_path / "metrics.jsonl", "", wanted)["chosen"]
-    assert chosen == {"update.clipped_tokens": [[0, 3, 12], [1, None, 12]], "engine.k3": [[0, 0.25, None]]}
+    assert chosen == {"update.clipped_tokens": [[0, 3, 12, 1], [1, None, 12, 1]], "engine.k3": [[0, 0.25, None, None]]}
     assert known["update.clipped_tokens"]["over"] == "tokens" and known["engine.k3"]["over"] == ""
     assert not [name for name in known if "site_names" in name or "histogram" in name or "<" in name]
 

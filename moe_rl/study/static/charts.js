@@ -8,21 +8,24 @@
   const sum = (values) => values.includes(null) ? null : values.reduce((a, b) => a + b, 0);
   const mean = (values) => values.length && !values.includes(null) ? sum(values) / values.length : null;
 
-  /** Values by step, appended in order; a step that comes again (a resumed run) drops what came after it. A value may be
-   *  null (not finite, or not to be had), which makes its step a gap, or false: not recorded, and left out. */
+  /** Values by step, appended in order; a step that comes again after others (a resumed run) drops all from there on. A value
+   *  may be null (not finite, or not to be had), which makes its step a gap, or false: not recorded, and left out. */
   moeRL.Points = class {
     constructor(mode) {
-      this.mode = mode; // "last" row of a step counts, or the "mean" or the "share" (sum over sum) of its rows
+      this.mode = mode; // "last" row of a step counts, or the "mean" or the "share" (sum over sum) of its updates' rows
       this.xs = []; this.top = []; this.bottom = [];
     }
-    add(x, top, bottom = 1) {
+    add(x, top, bottom = 1, update = null) {
       if (x === null || top === false || bottom === false) return;
-      while (this.xs.length && this.xs.at(-1) > x) { this.xs.pop(); this.top.pop(); this.bottom.pop(); }
-      const i = this.xs.length - 1;
-      if (i >= 0 && this.xs[i] === x) {
-        if (this.mode === "last") { this.top[i] = top; this.bottom[i] = bottom; }
-        else { this.top[i] = sum([this.top[i], top]); this.bottom[i] = sum([this.bottom[i], bottom]); }
-      } else { this.xs.push(x); this.top.push(top); this.bottom.push(bottom); }
+      if (this.xs.at(-1) !== x) {
+        while (this.xs.length && this.xs.at(-1) >= x) { this.xs.pop(); this.top.pop(); this.bottom.pop(); }
+        this.xs.push(x);
+        this.rows = new Map();
+      }
+      this.rows.set(this.mode === "last" ? null : update, [top, bottom]); // an update that comes again counts once
+      const i = this.xs.length - 1, rows = [...this.rows.values()];
+      this.top[i] = sum(rows.map((row) => row[0]));
+      this.bottom[i] = sum(rows.map((row) => row[1]));
     }
     y(i) { return this.bottom[i] && this.top[i] !== null ? this.top[i] / this.bottom[i] : null; }
     /** The value at a step; undefined where there is none, null where it is a gap. */

@@ -87,7 +87,7 @@
       if (answer.reset) Object.assign(run, unread());
       take(run, answer.rows);
       for (const [key, values] of Object.entries(answer.chosen)) {
-        for (const [step, value, over] of values) run.points[key]?.add(step, value, catalogue[key]?.over ? over : 1);
+        for (const [step, value, over, update] of values) run.points[key]?.add(step, value, catalogue[key]?.over ? over : 1, update);
       }
       run.since = answer.since;
       run.damaged += answer.damaged;
@@ -104,7 +104,7 @@
     for (const [kind, of] of Object.entries(rows)) run.kinds.set(kind, (run.kinds.get(kind) || 0) + of.length);
     for (const [step, reward, length] of rows.rollout || []) { p.reward.add(step, reward); p.length.add(step, length); run.step = Math.max(run.step ?? 0, step); }
     for (const [step, reward] of rows.eval || []) p.heldout.add(step, reward);
-    for (const [step, , clipped, tokens, norm] of rows.update || []) { p.clipped.add(step, clipped, tokens); p.grad.add(step, norm); }
+    for (const [step, update, clipped, tokens, norm] of rows.update || []) { p.clipped.add(step, clipped, tokens, update); p.grad.add(step, norm, 1, update); }
     for (const [step, , changed, slots, token, sequence, entropy] of rows.probe || []) {
       p.changed.add(step, changed, slots);
       p.vartoken.add(step, token);
