@@ -11,7 +11,7 @@ weights that it ended with, once by each engine. Printed, and with --to written 
   rewards by each engine, and what rounding the weights costs (`lost_by_`);
 - `rounding_costs.csv`: the arms that the study compares, told apart by the rules of docs/statistics.md, under each
   rounding by itself: by what rounding costs, all pairs and formats as one family, and by the rewards of the copies, as
-  another; `pooled` is without a test.
+  another; `pooled`, of the seeds that every rounding has, is without a test.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from moe_rl.study.data import StudyData, load
 from moe_rl.study.folders import Run, read_yaml
 from moe_rl.study.result_tables import seed_means
 from moe_rl.study.statistics import compare_paired, judge, student_interval
+from moe_rl.study.words import csv_text
 
 SEED = 0  # of prompts and sampling, in every run and for all engines
 INTEREST = 0.02
@@ -103,9 +104,11 @@ def comparisons(
     table: pd.DataFrame, formats: Sequence[str], pairs: Sequence[tuple[str, str]], interest: float
 ) -> pd.DataFrame:
     """`compared` by what rounding costs, and by the rewards of the copies, under each rounding; `pooled` has the mean
-    over the roundings of each seed, and no verdict. `interest` is of rewards."""
+    over the roundings of each seed that all of them have, and no verdict. `interest` is of rewards."""
     lost = with_losses(table, formats)
-    pooled = lost.drop(columns="rounding").groupby(["arm", "seed"], sort=False).mean().reset_index()
+    seeds = lost.groupby(["arm", "seed"], sort=False)
+    whole = seeds.size() == lost["rounding"].nunique()
+    pooled = seeds.mean(numeric_only=True)[whole].reset_index()
     found = []
     for columns, least in (([f"lost_by_{name}" for name in formats], INTEREST), (list(formats), interest)):
         for rounding, part in [*lost.groupby("rounding", sort=False), ("pooled", pooled)]:
@@ -164,7 +167,7 @@ def main() -> None:
         print(tables[name].round(3).to_string(index=False), end="\n\n")
     for name, found in tables.items() if options.to else ():
         digits = "%.10g" if name == "both_engines" else "%.6g"  # means of 512 rewards, exact: what is equal stays equal
-        write_atomic(options.to / f"{name}.csv", found.to_csv(index=False, float_format=digits, lineterminator="\n"))
+        write_atomic(options.to / f"{name}.csv", csv_text(found, digits))
 
 
 if __name__ == "__main__":

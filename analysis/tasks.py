@@ -5,14 +5,13 @@ DIR/tasks (the main study, also with another router), DIR/fast_router_tasks, DIR
 DIR/int4_tasks and DIR/int4_corrections as .pdf, .svg and .png and writes what is drawn beside them as CSV.
 """
 
-import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 
-from moe_rl.processes import ends_with_its_reader
-from moe_rl.study.figures.over_studies import claims_figure, cures_figure
-from moe_rl.study.figures.saving import save_figure
+from moe_rl.study.figures.over_studies import by_cause, claims_figure, cures_figure, draw_from_results
+from moe_rl.study.figures.saving import StudyFigure
 from moe_rl.study.published import Declared, published_differences
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -145,30 +144,16 @@ FIGURES = {
 
 def costs_table() -> pd.DataFrame:
     """One row per cause, task and rounding, from the committed comparisons: what `cures_figure` takes."""
-    table = published_differences(RESULTS, COSTS).rename(columns={"claim": "cause", "comparison": "row"})
-    table["cause"] = pd.Categorical(table["cause"], list(COSTS))
-    table["row"] = pd.Categorical(table["row"], [EQUATIONS, AGAIN, *OTHERS])
-    return table
+    return by_cause(published_differences(RESULTS, COSTS), COSTS, [EQUATIONS, AGAIN, *OTHERS])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Draw, from docs/results, what causes cost GRPO and methods give back, on four tasks."
-    )
-    parser.add_argument("folder", type=Path, help="where to write the figures as .pdf, .svg, .png and .csv")
-    folder = parser.parse_args().folder
-    costs = cures_figure(
+def figures() -> Iterator[StudyFigure]:
+    yield cures_figure(
         costs_table(), "costs_by_task", "What each cause costs GRPO, on four tasks.", "GRPO with the cause − without"
     )
-    of_causes = (
-        claims_figure(published_differences(RESULTS, declared), name, title)
-        for name, (title, declared) in FIGURES.items()
-    )
-    for figure in (costs, *of_causes):
-        for file in save_figure(figure, folder):
-            print(file)
+    for name, (title, declared) in FIGURES.items():
+        yield claims_figure(published_differences(RESULTS, declared), name, title)
 
 
 if __name__ == "__main__":
-    with ends_with_its_reader():
-        main()
+    draw_from_results("what causes cost GRPO and methods give back, on four tasks", figures)

@@ -71,7 +71,7 @@ def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequ
         "number": lambda value: f"{value:.3f}".replace("-", "−") if np.isfinite(value) else "–",
     }
     differ, shared = arm_settings(data)
-    seeds = data.arms["seeds"].map(len)
+    seeds = final_rewards(data)["n"]
     return render_page(
         "study/report.html.j2",
         filters,

@@ -33,7 +33,7 @@ from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES
 from moe_rl.study.published import RESULTS, ResultsError, against_published, tables_of_repetition
 from moe_rl.study.result_tables import environment_of, result_tables
 from moe_rl.study.statistics import Verdict
-from moe_rl.study.words import markdown_table, minus, probability
+from moe_rl.study.words import csv_text, markdown_table, minus, probability
 
 
 def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
@@ -59,10 +59,7 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
     for old in folder.glob("*.csv"):
         if old.stem not in tables and old.stem not in OF_POLICIES:
             old.unlink()
-    contents = {
-        f"{name}.csv": table.to_csv(index=False, float_format=DIGITS.get(name, "%.6g"), lineterminator="\n")
-        for name, table in tables.items()
-    }
+    contents = {f"{name}.csv": csv_text(table, DIGITS.get(name, "%.6g")) for name, table in tables.items()}
     contents["env.json"] = json.dumps(environment_of(data), indent=1, default=str, ensure_ascii=False) + "\n"
     return [write_atomic(folder / name, content.encode()) for name, content in contents.items()]
 
