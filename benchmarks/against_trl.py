@@ -14,7 +14,6 @@ does not change it, nor does TRL); a figure is the CPU time of the cycles after 
 that of neighbouring processes.
 """
 
-import argparse
 import contextlib
 import io
 import itertools
@@ -26,11 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
 import torch
-from rows import add_option, check_rounds, row, write
+from rows import command_line, ratios, row, write
 
 PROMPTS, GROUP, LENGTH, UPDATES, WARMUP = 8, 8, 24, 4, 2
 SIDES = ("trl", "ours", "ours, sorted_mm", "ours, sorted_mm, no scoring pass", "ours, all of these, shared prompts")
@@ -174,17 +174,14 @@ def one_side(side: str, ragged: bool, cycles: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=2)
     parser.add_argument("--ragged", action="store_true", help="an end token may end a completion")
-    parser.add_argument("--rounds", type=int, default=2, help="processes of each side")
     parser.add_argument(
         "--cycles", type=int, default=8, help="cycles of each process, the first two of which are not counted"
     )
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has trl, torch and transformers")
-    add_option(parser)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=SIDES, help=SUPPRESS)
     options = parser.parse_args()
-    check_rounds(parser, options.rounds)
     if options.cycles <= WARMUP:
         parser.error(f"--cycles: more than {WARMUP}, which are not counted")
     if options.side:
@@ -205,9 +202,9 @@ def main() -> None:
     print(f"{what}, CPU seconds per cycle, one thread, torch {torch.__version__}")
     rows = []
     for side in SIDES:
-        ratios = [a / b for a, b in zip(times[side], times["trl"], strict=True)]
-        spread = f"[{min(ratios):.2f}, {max(ratios):.2f}]"
-        print(f"  {side:34} {statistics.median(times[side]):.3f} s   {statistics.median(ratios):.2f} of TRL's {spread}")
+        of = ratios(times[side], times["trl"])
+        spread = f"[{min(of):.2f}, {max(of):.2f}]"
+        print(f"  {side:34} {statistics.median(times[side]):.3f} s   {statistics.median(of):.2f} of TRL's {spread}")
         if side != "trl":
             rows.append(row("against_trl", f"{what}: {side}", times[side], "TRL", times["trl"]))
     write(options.json, rows)
