@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import policy
 from rows import command_line, ratios, row, write
 
 PROMPTS, GROUP, LENGTH, UPDATES, WARMUP = 8, 8, 24, 4, 2
@@ -51,33 +52,9 @@ class Sums:
         return sum(c.isdigit() for c in completion[:4]) / 4
 
 
-def parts(experts: str | None, ragged: bool) -> tuple[Any, Any]:
-    """Model and tokenizer; without `ragged` the model knows no end token."""
-    from models import qwen3_moe
-    from transformers import Qwen3MoeForCausalLM
-
-    from moe_rl.policy import char_tokenizer
-    from moe_rl.routing.experts import register_experts
-
-    register_experts()
-    tokenizer = char_tokenizer(Sums.alphabet)
-    config = qwen3_moe(
-        128,
-        4,
-        experts=16,
-        k=4,
-        width=128,
-        vocab=len(tokenizer),
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id if ragged else None,
-    )
-    if experts:
-        config._experts_implementation = experts
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(config), tokenizer
+def model_of(experts: str | None, ragged: bool) -> tuple[Any, Any]:
+    """Model and tokenizer; without `ragged` they know no end token."""
+    return policy(Sums.alphabet, 128, 4, 16, 4, 128, ends=ragged, implementation=experts)
 
 
 def learning_rate(ragged: bool) -> float:
@@ -91,9 +68,7 @@ def ours(experts: str | None, scoring: bool, shared: bool, ragged: bool, cycles:
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from grpo_replay import train
 
-    model, tokenizer = parts(experts, ragged)
-    if not ragged:
-        tokenizer.eos_token = None
+    model, tokenizer = model_of(experts, ragged)
     ends = [time.process_time()]
 
     class Clock(io.StringIO):
@@ -116,7 +91,7 @@ def trl(ragged: bool, cycles: int) -> list[float]:
     from trl import GRPOConfig, GRPOTrainer
 
     disable_progress_bars()
-    model, tokenizer = parts(None, True)
+    model, tokenizer = model_of(None, True)
     task, rng = Sums(), random.Random(0)
     problems = [task.problem(rng) for _ in range(PROMPTS * cycles)]
     ends: list[float] = []

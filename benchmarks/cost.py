@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import qwen3_moe
+from models import policy
 from rows import command_line, in_turns, row, write
 from scipy import stats
-from transformers import Qwen3MoeForCausalLM
 
-from moe_rl.policy import char_tokenizer
 from moe_rl.processes import keep_freed_memory
 from moe_rl.routing import record_routes, replay_routes
 
@@ -47,22 +45,7 @@ DOUBLINGS = 3
 
 def build(experts: int, layers: int) -> tuple[Any, Any]:
     """A model with two of `experts` for each token, and its tokenizer; no token ends a response."""
-    tokenizer = char_tokenizer(Sums.alphabet)
-    config = qwen3_moe(
-        64,
-        layers,
-        experts,
-        k=2,
-        width=64,
-        vocab=len(tokenizer),
-        max_position_embeddings=4096,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=None,
-    )
-    tokenizer.eos_token = None
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(config), tokenizer
+    return policy(Sums.alphabet, 64, layers, experts, 2, 64, ends=False)
 
 
 def calls(sequences: int, length: int, experts: int, layers: int) -> dict[str, Callable[[], object]]:

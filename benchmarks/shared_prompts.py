@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from against_trl import GROUP, LENGTH, PROMPTS, UPDATES, Sums, parts
+from against_trl import GROUP, LENGTH, PROMPTS, UPDATES, Sums, model_of
 from rows import command_line, cpu_seconds, row, write
 
 from moe_rl.measure import check_shared_prompts, share_prompts, token_logps
@@ -41,7 +41,7 @@ def in_turns(one: Callable[[int], Any], other: Callable[[int], Any], rounds: int
 
 def update(ragged: bool, rounds: int) -> tuple[list[list[float]], str]:
     """Both sides of one minibatch, and how many places they compute."""
-    model, tokenizer = model_of(ragged)
+    model, tokenizer = model_of("sorted_mm", ragged)
     rng, task = seeded_random(0, "prompts"), Sums()
     problems = [task.problem(rng) for _ in range(PROMPTS // UPDATES)]
     generator = seeded_generator(0, "sample", 0)
@@ -68,7 +68,7 @@ def cycle(ragged: bool, rounds: int) -> list[list[float]]:
     """Both sides of a cycle; a learning rate that keeps the lengths as they are."""
 
     def side(shared: bool) -> Callable[[int], None]:
-        model, tokenizer = model_of(ragged)
+        model, tokenizer = model_of("sorted_mm", ragged)
         sizes = {"prompts": PROMPTS, "group_size": GROUP, "num_minibatches": UPDATES, "learning_rate": 1e-9}
 
         def run(turn: int) -> None:
@@ -78,13 +78,6 @@ def cycle(ragged: bool, rounds: int) -> list[list[float]]:
         return run
 
     return in_turns(side(True), side(False), rounds)
-
-
-def model_of(ragged: bool) -> tuple[Any, Any]:
-    model, tokenizer = parts("sorted_mm", ragged)
-    if not ragged:
-        tokenizer.eos_token = None
-    return model, tokenizer
 
 
 def main() -> None:
