@@ -5,8 +5,7 @@ import pandas as pd
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curves, seed_tables
 from moe_rl.study.figures.floor import draw_along
-from moe_rl.study.figures.notes import LINES, PROBE
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import LINES, PROBE, Drawing, figure
 from moe_rl.study.figures.style import NothingToDraw
 from moe_rl.study.floors import MISSING, floor_by_position
 from moe_rl.study.summary import last_updates

@@ -4,8 +4,7 @@ import numpy as np
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curves, pooled_tables
-from moe_rl.study.figures.notes import LINES
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import LINES, Drawing, figure
 from moe_rl.study.figures.style import GREY, NothingToDraw, look_of
 
 

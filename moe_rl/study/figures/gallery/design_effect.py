@@ -5,8 +5,7 @@ import pandas as pd
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curves, seed_tables
-from moe_rl.study.figures.notes import PROBE
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import PROBE, Drawing, figure
 from moe_rl.study.figures.style import PALE, NothingToDraw
 
 FEWEST_BLOCKS = 30

@@ -8,8 +8,7 @@ from matplotlib.figure import Figure
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.floor import draw_columns
 from moe_rl.study.figures.layout import MANY, drawn_arms, fixed_figure, many, short_label, shown, wrapped_panels
-from moe_rl.study.figures.notes import PROBE
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import PROBE, Drawing, figure
 from moe_rl.study.figures.routing import short_sites, site_ticks, stacked
 from moe_rl.study.figures.rows import in_two_lines
 from moe_rl.study.figures.screen import ON_DARK_CELL, ON_LIGHT_CELL

@@ -2,8 +2,7 @@
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curves, seed_tables
-from moe_rl.study.figures.notes import GEOMETRIC
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import GEOMETRIC, Drawing, figure
 from moe_rl.study.figures.style import NothingToDraw
 
 

@@ -8,8 +8,7 @@ from matplotlib.patches import Patch
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.layout import MANY, drawn_arms, many, short_label, wrapped_panels
-from moe_rl.study.figures.notes import PAIR
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import PAIR, Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
 from moe_rl.study.figures.style import GREY, INK, NothingToDraw, arm_colour, log_y, step_axis
 from moe_rl.study.summary import last_updates

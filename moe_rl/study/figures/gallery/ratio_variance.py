@@ -7,8 +7,7 @@ from matplotlib.lines import Line2D
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curve_frame, curves, draw_seeds, seed_tables
 from moe_rl.study.figures.layout import crowded
-from moe_rl.study.figures.notes import GEOMETRIC
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import GEOMETRIC, Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
 from moe_rl.study.figures.style import GREY, NothingToDraw, arm_looks, log_y
 from moe_rl.study.summary import in_run_variance

@@ -4,8 +4,7 @@ from moe_rl.study.arms import full_label
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import collapse_note, curves, mark_collapses, seed_tables
 from moe_rl.study.figures.layout import many, shown
-from moe_rl.study.figures.notes import lines_note
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import Drawing, figure, lines_note
 from moe_rl.study.figures.style import reward_limits
 
 

@@ -8,8 +8,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curves
 from moe_rl.study.figures.layout import many
-from moe_rl.study.figures.notes import LINES, PAIR
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import LINES, PAIR, Drawing, figure
 from moe_rl.study.figures.style import GREY, NothingToDraw, arm_colour, legend_above, plain
 from moe_rl.study.summary import last_updates
 
