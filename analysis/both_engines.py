@@ -33,7 +33,7 @@ from moe_rl.rollout.engines import make_engine
 from moe_rl.rollout.task import problems_of
 from moe_rl.study.comparing import interest, pairs_to_compare, values_by_seed
 from moe_rl.study.data import StudyData, load
-from moe_rl.study.folders import Run, read_yaml
+from moe_rl.study.folders import read_yaml
 from moe_rl.study.result_tables import seed_means
 from moe_rl.study.statistics import compare_paired, judge, student_interval
 from moe_rl.study.words import csv_text
@@ -119,17 +119,13 @@ def comparisons(
     return pd.concat(found, ignore_index=True) if pairs else pd.DataFrame()
 
 
-def _done(run: Run) -> bool:
-    return (run.folder / "DONE").is_file()
-
-
 def table_of(study: StudyData, arms: Sequence[str] | None, prompts: int, formats: Sequence[str]) -> pd.DataFrame:
     """`rewards` of every finished run of these arms (None: of all), with arm, seed and rounding."""
     engines = {name: quantised(name) for name in formats}
     rows = []
     for rounding, data in {"native": study, **study.roundings}.items():
         for run in data.runs:
-            if _done(run) and (arms is None or run.arm in arms):
+            if run.finished and (arms is None or run.arm in arms):
                 print(run.folder, file=sys.stderr)
                 about = {"arm": run.arm, "seed": run.seed, "rounding": rounding}
                 rows.append({**about, **rewards(run.folder, prompts, engines)})
@@ -150,7 +146,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)  # tiny policies
     study, options.formats = load(options.study), list(dict.fromkeys(options.formats))
-    finished = {run.arm for data in (study, *study.roundings.values()) for run in data.runs if _done(run)}
+    finished = {run.arm for data in (study, *study.roundings.values()) for run in data.runs if run.finished}
     lacking = [arm for arm in options.arms or () if arm not in finished]
     if lacking or not finished:
         parser.error(
