@@ -125,9 +125,7 @@ def flip_ratio(data: StudyData, formats: dict[str, tuple[str, bool]]) -> str | N
     ratios = (rates["float16"] / rates["bfloat16"]).replace([np.inf, -np.inf], np.nan).dropna()
     if ratios.empty:
         return None
-    found = seed_interval(ratios.to_numpy(dtype=float))
-    interval = f" [{found.low:.2g}, {found.high:.2g}]" if np.isfinite(found.low) else ""
-    return f"{found.estimate:.2g}{interval}"
+    return seed_interval(ratios.to_numpy(dtype=float)).text(".2g")
 
 
 def engine_format(config: dict) -> tuple[str, bool]:
