@@ -58,7 +58,7 @@ def floor_of(run: Path, prompts: int) -> pd.DataFrame:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What arithmetic alone re-routes in trained policies, over seeds.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arms", type=Path, nargs="+", metavar="ARM", help="folders of runs, e.g. runs/STUDY/ARM")
     parser.add_argument("--prompts", type=int, default=128, help="held-out prompts of each run (default 128)")
     parser.add_argument("--csv", type=Path, help="also write the table here")

@@ -133,9 +133,7 @@ def table_of(study: StudyData, arms: Sequence[str] | None, prompts: int, formats
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="What last policies earn by the training engine and by copies of quantised weights."
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="folder of a study, e.g. runs/corrections_reverse")
     parser.add_argument(
         "--formats", nargs="+", choices=WEIGHT_FORMATS, default=["int4"], help="of the copies (default: int4)"

@@ -53,7 +53,4 @@ CLAIMS: dict[str, dict[str, Declared]] = {
 
 
 if __name__ == "__main__":
-    draw_from_results(
-        "the differences of final reward that the papers' statements are about",
-        lambda: [claims_figure(published_differences(RESULTS, CLAIMS))],
-    )
+    draw_from_results(__doc__, lambda: [claims_figure(published_differences(RESULTS, CLAIMS))])

@@ -85,4 +85,4 @@ def cures_table() -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    draw_from_results("what each method gives back of what a cause costs", lambda: [cures_figure(cures_table())])
+    draw_from_results(__doc__, lambda: [cures_figure(cures_table())])

@@ -44,7 +44,7 @@ def _committed(folder: Path, steps: Sequence[int]) -> pd.DataFrame:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How well signals of the first steps tell how runs end.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "folders", type=Path, nargs="+", help="study folders, e.g. runs/replay_vs_gspo or docs/results/lag"
     )

@@ -89,9 +89,7 @@ def drawn() -> pd.DataFrame:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="What old tokens cost GRPO, and GSPO gives back, by the length of responses."
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help=f"where to write {STUDY}.pdf, .svg, .png and .csv")
     parser.add_argument("--csv", type=Path, help="also write the table of slopes to this file")
     options = parser.parse_args()

@@ -51,4 +51,4 @@ def figure() -> StudyFigure:
 
 
 if __name__ == "__main__":
-    draw_from_results("what rounding the weights of last policies costs", lambda: [figure()])
+    draw_from_results(__doc__, lambda: [figure()])

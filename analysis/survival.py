@@ -51,9 +51,7 @@ def fate(first: pd.Series, again: pd.Series, interest: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="What became of the conclusions in docs/results where a study was run again."
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     if options.csv and options.csv.is_dir():

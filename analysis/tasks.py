@@ -141,4 +141,4 @@ def figures() -> Iterator[StudyFigure]:
 
 
 if __name__ == "__main__":
-    draw_from_results("what causes cost GRPO and methods give back, on four tasks", figures)
+    draw_from_results(__doc__, figures)

@@ -131,4 +131,4 @@ def volatility_table() -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    draw_from_results("final reward against routing volatility", lambda: [volatility_figure(volatility_table())])
+    draw_from_results(__doc__, lambda: [volatility_figure(volatility_table())])

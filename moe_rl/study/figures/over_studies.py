@@ -25,10 +25,10 @@ REPETITIONS = (
 )
 
 
-def draw_from_results(what: str, figures: Callable[[], Iterable[StudyFigure]]) -> None:
-    """The command line of a script that draws the committed tables: `python analysis/SCRIPT.py DIR`."""
+def draw_from_results(doc: str | None, figures: Callable[[], Iterable[StudyFigure]]) -> None:
+    """The command line of a script, of which `doc` tells, that draws committed tables: `python analysis/SCRIPT.py DIR`."""
     with ends_with_its_reader():
-        parser = argparse.ArgumentParser(description=f"Draw, from docs/results, {what}.")
+        parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("folder", type=Path, help="where to write each figure as .pdf, .svg, .png and .csv")
         folder = parser.parse_args().folder
         for figure in figures():

@@ -1,4 +1,4 @@
-"""Where in a response routing changes."""
+"""Share of routing sites that change, by the position of the token in its response."""
 
 import pandas as pd
 
@@ -30,7 +30,6 @@ FLOOR = (
     notes=(PROBE, LINES),
 )
 def change_by_position(data: StudyData) -> Drawing:
-    """Share of routing sites that change, by the position of the token in its response."""
     named = data.probes.dropna(subset=["site_names"])
     sites = named["site_names"].map(len).groupby(named["arm"], observed=True).max()  # arms may differ in depth
     rows = last_updates(data.tokens.dropna(subset=["flips", "pos", "update"]))

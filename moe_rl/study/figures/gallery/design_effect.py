@@ -29,7 +29,6 @@ KEYS = ["arm", "seed", "step", "update"]
     notes=(PROBE,),
 )
 def design_effect(data: StudyData) -> Drawing:
-    """Design effect of the routing part by the number of tokens that are averaged."""
     table = design_effects(data.tokens)
     if table.empty:
         raise NothingToDraw("design_effect: live and replayed log-probabilities do not differ, or responses are short")

@@ -1,4 +1,4 @@
-"""How far the policy moves within a step: KL and extreme tokens."""
+"""How far the policy moves within a step: KL and extreme tokens, with the steps at which runs collapsed."""
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,6 @@ from moe_rl.study.summary import last_updates
     notes=(PROBE, GEOMETRIC),
 )
 def divergence(data: StudyData) -> Drawing:
-    """KL(old || new) and F(2) after the last update of each step, with the steps at which runs collapsed."""
     rows = last_updates(data.probes.dropna(subset=["k3_natural"]))
     kl = seed_tables(rows, "step", "k3_natural")
     shown = {"k3_natural": Quantity(kl, "KL (k3)\nnats / token", log=True)}

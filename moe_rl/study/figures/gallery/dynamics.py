@@ -1,4 +1,4 @@
-"""Entropy, response length and groups without signal against the step."""
+"""Entropy, response length and groups without signal against the step; a row per quantity that changes."""
 
 import pandas as pd
 
@@ -26,7 +26,6 @@ CONSTANT = 0.01
     rank=200,
 )
 def dynamics(data: StudyData) -> Drawing:
-    """Entropy, response length and groups without signal against the step; a row per quantity that changes."""
     found = {}
     for name, (source, _, _) in QUANTITIES.items():
         rows = getattr(data, source)

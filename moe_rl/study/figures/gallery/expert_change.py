@@ -1,4 +1,4 @@
-"""Change rate by update index, under the three definitions."""
+"""Change rate by update index within a step, under the three definitions."""
 
 from typing import Any
 
@@ -32,7 +32,6 @@ COUNTS = [count for changed, total, _ in DEFINITIONS.values() for count in (chan
     notes=(PROBE,),
 )
 def expert_change(data: StudyData) -> Drawing:
-    """Change rate by update index within a step, under the three definitions."""
     rows = data.probes.dropna(subset=COUNTS)
     tables = {name: pooled_tables(rows, *counts[:2], "update") for name, counts in DEFINITIONS.items()}
     if not any(tables.values()):

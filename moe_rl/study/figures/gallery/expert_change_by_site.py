@@ -1,4 +1,4 @@
-"""Where in the model experts change: heat maps of routing site and update."""
+"""Where in the model experts change: heat maps of routing site and update; of many arms, of arm and site."""
 
 import numpy as np
 import pandas as pd
@@ -30,7 +30,6 @@ DASHED = (
     notes=(PROBE,),
 )
 def expert_change_by_site(data: StudyData) -> Drawing:
-    """Heat map routing site x update index, slot definition, one panel per arm; of many arms, arm x site."""
     rows = data.probes.dropna(subset=["site_slots_changed", "site_slots", "site_names"])
     rows = rows[rows["site_names"].map(len) > 0]
     if rows.empty:

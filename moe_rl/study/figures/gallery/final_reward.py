@@ -1,4 +1,4 @@
-"""Final reward of every arm, with the paired differences that the study compares."""
+"""Final reward of every arm with its seeds and interval; under it, the paired differences that the study compares."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,6 @@ BESIDE, NO_INTERVAL = 1.8, 1.05  # inches for numbers right of the dots
     rank=0,
 )
 def final_reward(data: StudyData) -> Drawing:
-    """Final reward of every arm with its seeds and interval; under it, the paired differences."""
     table = final_rewards(data)
     if table["final"].isna().all():
         raise NothingToDraw("final_reward: no rollout has been recorded yet")

@@ -1,4 +1,4 @@
-"""How routing changes cluster: sites changed on one token, slots changed at one site."""
+"""How routing changes cluster, against independence: sites changed on one token, slots changed at one site."""
 
 import numpy as np
 import pandas as pd
@@ -33,7 +33,6 @@ HISTOGRAMS = {
     notes=(PROBE,),
 )
 def flips_per_token(data: StudyData) -> Drawing:
-    """How many sites change on one token, and how many slots at one site, against independence."""
     rows = last_updates(data.probes.dropna(subset=list(HISTOGRAMS)))
     arms = drawn_arms(data, list(rows["arm"].unique()))
     floors = {name: floor_histogram(data, name) for name in HISTOGRAMS}

@@ -1,4 +1,4 @@
-"""How far the gradient under replay is from the natural one."""
+"""How far the gradient under replay is from the natural one, beside that of two halves of the responses."""
 
 from typing import Any
 
@@ -30,7 +30,6 @@ COSINES = ("gradient_cosine", *BESIDE)
     special=True,
 )
 def gradient_bias(data: StudyData) -> Drawing:
-    """Cosine of natural and replayed gradient by update, beside that of two halves of the responses."""
     medians = gradient_table(data)
     tables = {name: seed_tables(medians, "update", name) for name in COSINES}
     low = min(0.0, float(medians[list(COSINES)].min().min()))

@@ -1,4 +1,4 @@
-"""How far token log-ratios spread, live and replayed."""
+"""Quantiles of |log r| against the step: natural shaded, replayed outlined."""
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,6 @@ QUANTILES = (0.5, 0.9, 0.99)
     notes=(PAIR,),
 )
 def log_ratio_bands(data: StudyData) -> Drawing:
-    """Quantiles of |log r| against the step, natural shaded, replayed outlined."""
     tokens = last_updates(data.tokens.dropna(subset=["old_logp", "logp_natural", "logp_replayed"]))
     found = []
     for kind in ("natural", "replayed"):

@@ -41,7 +41,6 @@ PANELS = {
     special=True,
 )
 def precision(data: StudyData) -> Drawing:
-    """Slots changed, k3 and routing share by step, one line per engine format; drawn where arms have three or more."""
     formats = {run.arm: engine_format(run.config) for run in data.runs}
     if len({name for name, _ in formats.values() if name}) < 3:
         raise NothingToDraw("precision: fewer than three formats of a rollout engine among the arms")

@@ -1,4 +1,4 @@
-"""F(τ): share of tokens whose ratio or its inverse exceeds τ."""
+"""F(τ), the share of tokens whose ratio or its inverse exceeds τ, by arm, live and replayed, log-log."""
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,6 @@ TAUS = np.round(np.geomspace(1.01, 10, 60), 6)
     notes=(PAIR, LINES),
 )
 def tail_fraction(data: StudyData) -> Drawing:
-    """F(τ) by arm, live and replayed, log-log."""
     tokens = last_updates(data.tokens.dropna(subset=["old_logp", "logp_natural", "logp_replayed"]))
     found = {kind: _tails(tokens, kind) for kind in ("natural", "replayed")}
     counts = tokens.groupby("arm", observed=True).size()

@@ -39,7 +39,6 @@ KEYS = ["arm", "seed", "step", "update", "seq"]
     notes=(PAIR,),
 )
 def variance_by_flips(data: StudyData) -> Drawing:
-    """Variance of the token log-ratio by how many sites changed where that token is predicted."""
     tokens = predictor_flips(data.tokens[[*KEYS, "pos", *NEEDED]])
     if tokens.empty:
         raise NothingToDraw("variance_by_flips: no stored response has a second token, and the first is left out")

@@ -32,7 +32,6 @@ SHORT = {"replay": "replay factor:\nnatural / replayed", "averaging": "averaging
     notes=(PAIR, GEOMETRIC),
 )
 def variance_factors(data: StudyData) -> Drawing:
-    """Replay factor and averaging factor by update within a step."""
     natural = data.arms.index[data.arms["noise"] == 0]
     rows = probe_factors(data)
     rows = rows[rows["arm"].isin(natural)]
