@@ -26,7 +26,7 @@ REPETITIONS = (
 
 
 def draw_from_results(doc: str | None, figures: Callable[[], Iterable[StudyFigure]]) -> None:
-    """The command line of a script, of which `doc` tells, that draws committed tables: `python analysis/SCRIPT.py DIR`."""
+    """The command line of a script that draws committed tables, `python analysis/SCRIPT.py DIR`; `doc`: its help."""
     with ends_with_its_reader():
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("folder", type=Path, help="where to write each figure as .pdf, .svg, .png and .csv")
