@@ -137,7 +137,7 @@ def _capital(text: str) -> str:
 def _failures_of(data: StudyData, pairs: Sequence[Pair], named: Collection[str]) -> str:
     """Which of the compared arms' runs failed; of those that are not `named` already."""
     if not run_outcomes(data)["start"].notna().any():
-        return "No run recorded its reward at step 0, so it cannot be told which failed."
+        return "" if named else "No run recorded its reward at step 0, so it cannot be told which failed."
     arms = [arm for arm in _arms(pairs) if arm not in named]
     if not arms:
         return ""

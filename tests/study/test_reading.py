@@ -323,6 +323,9 @@ def test_runs_that_failed_are_named_in_one_line_of_the_first_answer():
     need, without, _ = answer(replace(study, evals=at_start(study, 0.15))).lines
     assert need.text == "Runs that failed: GRPO: 8 of 8."
     assert without.text == "Runs of the other arms that failed: GSPO: 8 of 8."
+    later = replace(study, rollouts=study.rollouts.assign(step=study.rollouts["step"] + 1))
+    said = [line.text for line in answer(later).lines[:2]]
+    assert said == ["No run recorded its reward at step 0, so it cannot be told which failed.", ""]
 
 
 def test_a_family_too_large_for_n_is_said():
