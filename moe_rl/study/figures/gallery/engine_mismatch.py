@@ -66,13 +66,13 @@ def engine_mismatch(data: StudyData) -> Drawing:
     most = max(right.get_xlim()[1], 1.0)
     right.set_xlim(min(-0.3, -0.03 * most), most)
     floors = [line for line in left.lines if str(line.get_label()).startswith("equal weights")]
-    style: dict[str, Any] = {"color": GREY, "ls": ""}
+    grey: dict[str, Any] = {"color": GREY, "ls": ""}
     marks = [
-        Line2D([], [], marker=marker, mfc=face, label=f"{level.removeprefix('var_')}, {routing}", **style)
+        Line2D([], [], marker=marker, mfc=face, label=f"{level.removeprefix('var_')}, {routing}", **grey)
         for level, marker in LEVELS.items()
         for routing, face in (("live", GREY), ("R3", "white"))
     ]
-    clip_range = Line2D([], [], marker="|", ms=9, mew=1.4, label="clip range²", **style)
+    clip_range = Line2D([], [], marker="|", ms=9, mew=1.4, label="clip range²", **grey)
     drawn.legend(handles=[*marks, clip_range, *floors], loc="outside upper left", ncols=3, borderaxespad=0.3)
     said = gap_note(floor, {"var_token": "by token", "var_sequence": "by sequence"}) + (
         "Dashed: by token." if floors else ""
