@@ -19,12 +19,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_rl.drift.floor_run import run_floor
 from moe_rl.drift.options import FloorOptions
+from moe_rl.files import write_atomic
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.rollout import TaskConfig, make_task, sample
 from moe_rl.rollout.task import problems_of
 from moe_rl.study.folders import read_yaml
 from moe_rl.study.result_tables import seed_means
 from moe_rl.study.statistics import student_interval
+from moe_rl.study.words import csv_text
 
 QUANTITIES = ("slot_change", "token_change", "gap_mean", "routing_share_gap_mean", "routing_share_m2")
 SEED = 0  # of prompts and sampling, in every run
@@ -56,7 +58,7 @@ def floor_of(run: Path, prompts: int) -> pd.DataFrame:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What arithmetic alone re-routes in trained policies, over seeds.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arms", type=Path, nargs="+", metavar="ARM", help="folders of runs, e.g. runs/STUDY/ARM")
     parser.add_argument("--prompts", type=int, default=128, help="held-out prompts of each run (default 128)")
     parser.add_argument("--csv", type=Path, help="also write the table here")
@@ -76,8 +78,7 @@ def main() -> None:
     table = seed_means(pd.concat(floors), ["arm", "dtype", "variant"], QUANTITIES, interval=student_interval)
     print(table.to_string(index=False, float_format="%.3g"))
     if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(options.csv, index=False, float_format="%.6g", lineterminator="\n")
+        write_atomic(options.csv, csv_text(table))
 
 
 if __name__ == "__main__":

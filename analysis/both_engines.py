@@ -11,7 +11,7 @@ weights that it ended with, once by each engine. Printed, and with --to written 
   rewards by each engine, and what rounding the weights costs (`lost_by_`);
 - `rounding_costs.csv`: the arms that the study compares, told apart by the rules of docs/statistics.md, under each
   rounding by itself: by what rounding costs, all pairs and formats as one family, and by the rewards of the copies, as
-  another; `pooled` is without a test.
+  another; `pooled`, of the seeds that every rounding has, is without a test.
 """
 
 import argparse
@@ -33,9 +33,10 @@ from moe_rl.rollout.engines import make_engine
 from moe_rl.rollout.task import problems_of
 from moe_rl.study.comparing import interest, pairs_to_compare, values_by_seed
 from moe_rl.study.data import StudyData, load
-from moe_rl.study.folders import Run, read_yaml
+from moe_rl.study.folders import read_yaml
 from moe_rl.study.result_tables import seed_means
 from moe_rl.study.statistics import compare_paired, judge, student_interval
+from moe_rl.study.words import csv_text
 
 SEED = 0  # of prompts and sampling, in every run and for all engines
 INTEREST = 0.02
@@ -103,9 +104,11 @@ def comparisons(
     table: pd.DataFrame, formats: Sequence[str], pairs: Sequence[tuple[str, str]], interest: float
 ) -> pd.DataFrame:
     """`compared` by what rounding costs, and by the rewards of the copies, under each rounding; `pooled` has the mean
-    over the roundings of each seed, and no verdict. `interest` is of rewards."""
+    over the roundings of each seed that all of them have, and no verdict. `interest` is of rewards."""
     lost = with_losses(table, formats)
-    pooled = lost.drop(columns="rounding").groupby(["arm", "seed"], sort=False).mean().reset_index()
+    seeds = lost.groupby(["arm", "seed"], sort=False)
+    whole = seeds.size() == lost["rounding"].nunique()
+    pooled = seeds.mean(numeric_only=True)[whole].reset_index()
     found = []
     for columns, least in (([f"lost_by_{name}" for name in formats], INTEREST), (list(formats), interest)):
         for rounding, part in [*lost.groupby("rounding", sort=False), ("pooled", pooled)]:
@@ -116,17 +119,13 @@ def comparisons(
     return pd.concat(found, ignore_index=True) if pairs else pd.DataFrame()
 
 
-def _done(run: Run) -> bool:
-    return (run.folder / "DONE").is_file()
-
-
 def table_of(study: StudyData, arms: Sequence[str] | None, prompts: int, formats: Sequence[str]) -> pd.DataFrame:
     """`rewards` of every finished run of these arms (None: of all), with arm, seed and rounding."""
     engines = {name: quantised(name) for name in formats}
     rows = []
     for rounding, data in {"native": study, **study.roundings}.items():
         for run in data.runs:
-            if _done(run) and (arms is None or run.arm in arms):
+            if run.finished and (arms is None or run.arm in arms):
                 print(run.folder, file=sys.stderr)
                 about = {"arm": run.arm, "seed": run.seed, "rounding": rounding}
                 rows.append({**about, **rewards(run.folder, prompts, engines)})
@@ -134,9 +133,7 @@ def table_of(study: StudyData, arms: Sequence[str] | None, prompts: int, formats
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="What last policies earn by the training engine and by copies of quantised weights."
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="folder of a study, e.g. runs/corrections_reverse")
     parser.add_argument(
         "--formats", nargs="+", choices=WEIGHT_FORMATS, default=["int4"], help="of the copies (default: int4)"
@@ -147,7 +144,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)  # tiny policies
     study, options.formats = load(options.study), list(dict.fromkeys(options.formats))
-    finished = {run.arm for data in (study, *study.roundings.values()) for run in data.runs if _done(run)}
+    finished = {run.arm for data in (study, *study.roundings.values()) for run in data.runs if run.finished}
     lacking = [arm for arm in options.arms or () if arm not in finished]
     if lacking or not finished:
         parser.error(
@@ -164,7 +161,7 @@ def main() -> None:
         print(tables[name].round(3).to_string(index=False), end="\n\n")
     for name, found in tables.items() if options.to else ():
         digits = "%.10g" if name == "both_engines" else "%.6g"  # means of 512 rewards, exact: what is equal stays equal
-        write_atomic(options.to / f"{name}.csv", found.to_csv(index=False, float_format=digits, lineterminator="\n"))
+        write_atomic(options.to / f"{name}.csv", csv_text(found, digits))
 
 
 if __name__ == "__main__":

@@ -32,9 +32,7 @@ def load_ratios() -> pd.DataFrame:
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description="How much larger a share of its slots a rarely used expert loses, in the studies of docs/results."
-    ).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for biased, part in load_ratios().groupby("biased"):
         low, median, high = part["ratio"].quantile([0, 0.5, 1])
         what = "with a balancing bias" if biased else "without"

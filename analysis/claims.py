@@ -4,12 +4,9 @@ Reads the committed tables of docs/results, so that it needs no runs; draws DIR/
 what is drawn beside them as CSV.
 """
 
-import argparse
 from pathlib import Path
 
-from moe_rl.processes import ends_with_its_reader
-from moe_rl.study.figures.over_studies import claims_figure
-from moe_rl.study.figures.saving import save_figure
+from moe_rl.study.figures.over_studies import claims_figure, draw_from_results
 from moe_rl.study.published import Declared, published_differences
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -55,15 +52,5 @@ CLAIMS: dict[str, dict[str, Declared]] = {
 """Statement -> comparison -> where it was declared."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Draw, from docs/results, the differences of final reward that the papers' statements are about."
-    )
-    parser.add_argument("folder", type=Path, help="where to write claims.pdf, .svg, .png and .csv")
-    for file in save_figure(claims_figure(published_differences(RESULTS, CLAIMS)), parser.parse_args().folder):
-        print(file)
-
-
 if __name__ == "__main__":
-    with ends_with_its_reader():
-        main()
+    draw_from_results(__doc__, lambda: [claims_figure(published_differences(RESULTS, CLAIMS))])

@@ -4,15 +4,12 @@ Reads the committed tables of docs/results, so that it needs no runs; draws DIR/
 drawn beside them as CSV.
 """
 
-import argparse
 from pathlib import Path
 
 import pandas as pd
 
-from moe_rl.processes import ends_with_its_reader
-from moe_rl.study.figures.over_studies import cures_figure
-from moe_rl.study.figures.saving import save_figure
-from moe_rl.study.published import published_repetitions
+from moe_rl.study.figures.over_studies import by_cause, cures_figure, draw_from_results
+from moe_rl.study.published import Declared, published_differences
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 GONE = "the cause taken away"
@@ -34,7 +31,7 @@ METHODS = {
 }
 OTHERS = ("gspo", "gmpo", "rspo", "cispo", "sapo")
 
-CAUSES: dict[str, dict[str, tuple[str, str, str]]] = {
+CAUSES: dict[str, dict[str, Declared]] = {
     "Selection noise,\n36 % of the slots": {
         "replay": ("replay_vs_gspo", "grpo_replay", "grpo_noise02"),
         **{method: ("methods_noise", method, "grpo") for method in OTHERS},
@@ -80,28 +77,12 @@ CAUSES: dict[str, dict[str, tuple[str, str, str]]] = {
 
 def cures_table() -> pd.DataFrame:
     """One row per cause, method and rounding, from the committed comparisons: what `cures_figure` takes."""
-    rows = []
-    for method, label in METHODS.items():
-        for cause, cells in CAUSES.items():
-            if method in cells:
-                study, arm, other = cells[method]
-                for found in published_repetitions(RESULTS, study, arm, other):
-                    rows.append({"cause": cause, "row": label, "study": study, "arm": arm, "other": other, **found})
-    table = pd.DataFrame(rows)
-    table["cause"] = pd.Categorical(table["cause"], list(CAUSES))
-    table["row"] = pd.Categorical(table["row"], list(METHODS.values()))
-    return table.sort_values(["cause", "row"], ignore_index=True, kind="stable")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Draw, from docs/results, what each method gives back of what a cause costs."
-    )
-    parser.add_argument("folder", type=Path, help="where to write cures.pdf, .svg, .png and .csv")
-    for file in save_figure(cures_figure(cures_table()), parser.parse_args().folder):
-        print(file)
+    declared = {
+        cause: {label: cells[name] for name, label in METHODS.items() if name in cells}
+        for cause, cells in CAUSES.items()
+    }
+    return by_cause(published_differences(RESULTS, declared), CAUSES, METHODS.values())
 
 
 if __name__ == "__main__":
-    with ends_with_its_reader():
-        main()
+    draw_from_results(__doc__, lambda: [cures_figure(cures_table())])

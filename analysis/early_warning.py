@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pandas as pd
 
+from moe_rl.files import write_atomic
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.study import load
 from moe_rl.study.early_warning import PREFIXES, UPDATE_SIGNALS, early_warning, run_signals
 from moe_rl.study.figures.over_studies import beyond_reward_figure, early_warning_figure
 from moe_rl.study.figures.saving import save_figure
 from moe_rl.study.roundings import NATIVE, of_each_rounding
+from moe_rl.study.words import csv_text
 
 
 def signals_of(folder: Path, steps: Sequence[int], rounding: str | None = None) -> pd.DataFrame:
@@ -42,7 +44,7 @@ def _committed(folder: Path, steps: Sequence[int]) -> pd.DataFrame:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How well signals of the first steps tell how runs end.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "folders", type=Path, nargs="+", help="study folders, e.g. runs/replay_vs_gspo or docs/results/lag"
     )
@@ -69,8 +71,7 @@ def main() -> None:
         parser.exit(1, f"{error}\n")
     print(table.to_string(index=False, float_format="%.2f"))
     if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(options.csv, index=False, float_format="%.6g", lineterminator="\n")
+        write_atomic(options.csv, csv_text(table))
     if options.figures:
         save_figure(early_warning_figure(table, UPDATE_SIGNALS, options.level), options.figures)
         if table["beyond_reward"].notna().any():

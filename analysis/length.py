@@ -15,11 +15,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from moe_rl.files import write_atomic
 from moe_rl.processes import ends_with_its_reader
-from moe_rl.study.figures.over_studies import cures_figure
+from moe_rl.study.figures.over_studies import by_cause, cures_figure
 from moe_rl.study.figures.saving import save_figure
 from moe_rl.study.published import published_differences, published_values
 from moe_rl.study.statistics import holm, sign_flip_test, student_interval
+from moe_rl.study.words import csv_text
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 STUDY = "old_tokens_length"
@@ -59,9 +61,8 @@ def slopes_table() -> pd.DataFrame:
             whole = seeds.mean()[seeds.size() == len(roundings)]
             one = slopes(whole if rounding == "pooled" else values.loc[rounding])
             interval = student_interval(one)
-            about = {"rounding": rounding, "of": name, "n": interval.n}
-            ends = {"slope": interval.estimate, "low": interval.low, "high": interval.high}
-            family.append({**about, **ends, "p_adjusted": float(sign_flip_test(one))})
+            about = {"rounding": rounding, "of": name, "n": interval.n, **interval.columns("slope")}
+            family.append({**about, "p_adjusted": float(sign_flip_test(one))})
         adjusted = pd.DataFrame(family)
         adjusted["p_adjusted"] = holm(adjusted["p_adjusted"].to_numpy()) if rounding != "pooled" else np.nan
         rows.append(adjusted)
@@ -82,26 +83,20 @@ def drawn() -> pd.DataFrame:
         for n, name in names.items():
             for rounding in values.index.unique(0):
                 interval = student_interval(values.loc[rounding, n].dropna().to_numpy())
-                ends = {"difference": interval.estimate, "low": interval.low, "high": interval.high}
-                rows.append({"claim": cause, "comparison": name, "rounding": rounding, **ends, "verdict": ""})
-    table = pd.DataFrame(rows).rename(columns={"claim": "cause", "comparison": "row"})
-    table["cause"] = pd.Categorical(table["cause"], list(DIFFERENCES))
-    table["row"] = pd.Categorical(table["row"], list(names.values()))
-    return table
+                about = {"claim": cause, "comparison": name, "rounding": rounding}
+                rows.append({**about, **interval.columns("difference"), "verdict": ""})
+    return by_cause(pd.DataFrame(rows), DIFFERENCES, names.values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="What old tokens cost GRPO, and GSPO gives back, by the length of responses."
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help=f"where to write {STUDY}.pdf, .svg, .png and .csv")
     parser.add_argument("--csv", type=Path, help="also write the table of slopes to this file")
     options = parser.parse_args()
     table = slopes_table()
     print(table.to_string(index=False))
     if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(options.csv, index=False, float_format="%.6g", lineterminator="\n")
+        write_atomic(options.csv, csv_text(table))
     figure = cures_figure(
         drawn(),
         STUDY,

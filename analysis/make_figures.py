@@ -15,7 +15,7 @@ from moe_rl.study.figures import FIGURES, draw_all, draw_some
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw figures of studies from their run folders.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", help="study or run folders, e.g. runs/replay_vs_gspo")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"these figures only; known: {', '.join(FIGURES)}")
     parser.add_argument("--out", type=Path, help="where to write (default: FOLDER/figures); with one folder only")

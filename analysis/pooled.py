@@ -22,9 +22,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="An arm's final reward, or the difference of two arms', over roundings and studies of docs/results."
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", metavar="STUDY:ARM[:OTHER]", help="several: studies of different seeds")
     parser.add_argument("--roundings", action="store_true", help="the repetitions under other kernels, too")
     parser.add_argument("--of", choices=KINDS, default="final", help="of which reward (default: %(default)s)")

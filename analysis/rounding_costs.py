@@ -7,14 +7,12 @@ Reads the committed tables of docs/results (`both_engines.csv`), so that it need
 of a format, on the same held-out prompts with the same random numbers.
 """
 
-import argparse
 from pathlib import Path
 
 import pandas as pd
 
-from moe_rl.processes import ends_with_its_reader
-from moe_rl.study.figures.over_studies import claims_figure
-from moe_rl.study.figures.saving import save_figure
+from moe_rl.study.figures.over_studies import claims_figure, draw_from_results
+from moe_rl.study.figures.saving import StudyFigure
 from moe_rl.study.published import over_seeds, published_values
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -41,12 +39,8 @@ def costs_table() -> pd.DataFrame:
     return pd.DataFrame(rows).assign(verdict="")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Draw, from docs/results, what rounding the weights of last policies costs."
-    )
-    parser.add_argument("folder", type=Path, help="where to write rounding_costs.pdf, .svg, .png and .csv")
-    drawn = claims_figure(
+def figure() -> StudyFigure:
+    return claims_figure(
         costs_table(),
         name="rounding_costs",
         title="What rounding their weights costs policies that were trained with an engine of each format.",
@@ -54,10 +48,7 @@ def main() -> None:
         caption="Mean over seeds with its 95 % interval; both roundings of a seed averaged first.",
         interest=INTEREST,
     )
-    for file in save_figure(drawn, parser.parse_args().folder):
-        print(file)
 
 
 if __name__ == "__main__":
-    with ends_with_its_reader():
-        main()
+    draw_from_results(__doc__, lambda: [figure()])

@@ -29,7 +29,7 @@ def ratio(probes: pd.DataFrame, arm: str, other: str, part: str = "routing") -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What of the log-ratio's variance is routing, by seeds and steps.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arms", nargs="*", metavar="ARM", help="two arms of the study; none: medians of all")
     parser.add_argument("--study", default="decomposition", help="a folder of docs/results with decomposed_probes.csv")
     parser.add_argument("--part", choices=["routing", "weight"], default="routing")

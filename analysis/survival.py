@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from moe_rl.files import write_atomic
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.study.published import repetitions
 from moe_rl.study.roundings import on_its_side
 from moe_rl.study.statistics import Verdict
+from moe_rl.study.words import csv_text
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 CLAIMS = (Verdict.HIGHER, Verdict.LOWER, Verdict.EQUIVALENT)
@@ -49,9 +51,7 @@ def fate(first: pd.Series, again: pd.Series, interest: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="What became of the conclusions in docs/results where a study was run again."
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     if options.csv and options.csv.is_dir():
@@ -64,8 +64,7 @@ def main() -> None:
     for what, part in claims.groupby(claims["claim"].where(claims["claim"] == Verdict.EQUIVALENT, "higher or lower")):
         print(f"{what}: {part['fate'].value_counts().to_dict()}")
     if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(options.csv, index=False, lineterminator="\n")
+        write_atomic(options.csv, csv_text(table))
 
 
 if __name__ == "__main__":

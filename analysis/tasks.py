@@ -5,14 +5,13 @@ DIR/tasks (the main study, also with another router), DIR/fast_router_tasks, DIR
 DIR/int4_tasks and DIR/int4_corrections as .pdf, .svg and .png and writes what is drawn beside them as CSV.
 """
 
-import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 
-from moe_rl.processes import ends_with_its_reader
-from moe_rl.study.figures.over_studies import claims_figure, cures_figure
-from moe_rl.study.figures.saving import save_figure
+from moe_rl.study.figures.over_studies import by_cause, claims_figure, cures_figure, draw_from_results
+from moe_rl.study.figures.saving import StudyFigure
 from moe_rl.study.published import Declared, published_differences
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -23,12 +22,13 @@ EQUATIONS, AGAIN = "equations", "equations, other seeds"
 OTHERS = {"reverse 24 letters": "reverse", "sort 8 letters": "sort", "add 3 digits": "add"}
 
 
-def everywhere(
-    equations: Declared, cause: str, arm: str, other: str, again: Declared | None = None
-) -> dict[str, Declared]:
-    """A comparison on equations (`again`: with other seeds, too), and on the other tasks, in the studies CAUSE_TASK."""
-    more = {} if again is None else {AGAIN: again}
-    return {EQUATIONS: equations, **more, **{task: (f"{cause}_{study}", arm, other) for task, study in OTHERS.items()}}
+def everywhere(others: str, *equations: str) -> dict[str, Declared]:
+    """A comparison CAUSE:ARM:OTHER on the other tasks, in the studies CAUSE_TASK, and on equations: there
+    STUDY:ARM:OTHER, of which a second has other seeds, or as `others`."""
+    cause, arm, other = others.split(":")
+    declared = [tuple(name.split(":")) for name in equations or (others,)]
+    first = dict(zip((EQUATIONS, AGAIN), declared, strict=False))
+    return first | {task: (f"{cause}_{study}", arm, other) for task, study in OTHERS.items()}
 
 
 def as_in_the_main_study(arm: str, other: str) -> dict[str, Declared]:
@@ -48,63 +48,47 @@ MAIN: Comparisons = {
 }
 FAST_ROUTERS: Comparisons = {
     "GRPO, full rate − a tenth": everywhere(
-        ("levers_router", "grpo_full", "grpo_tenth"),
-        "fast_routers",
-        "grpo",
-        "tenth",
-        again=("methods_router", "grpo", "grpo_tenth"),
+        "fast_routers:grpo:tenth", "levers_router:grpo_full:grpo_tenth", "methods_router:grpo:grpo_tenth"
     ),
-    "Replay − GRPO, full rate": everywhere(("fast_routers", "replay", "grpo"), "fast_routers", "replay", "grpo"),
-    "GSPO − GRPO, full rate": everywhere(("fast_routers", "gspo", "grpo"), "fast_routers", "gspo", "grpo"),
+    "Replay − GRPO, full rate": everywhere("fast_routers:replay:grpo"),
+    "GSPO − GRPO, full rate": everywhere("fast_routers:gspo:grpo"),
 }
 BIAS: Comparisons = {
     "GRPO, bias − none": everywhere(
-        ("levers_balance", "grpo_bias1e3", "grpo"),
-        "bias",
-        "grpo_bias1e3",
-        "grpo",
-        again=("levers_balance_replay", "grpo_bias1e3", "grpo"),
+        "bias:grpo_bias1e3:grpo", "levers_balance:grpo_bias1e3:grpo", "levers_balance_replay:grpo_bias1e3:grpo"
     ),
     "Replay, used loads − GRPO": everywhere(
-        ("levers_balance_live", "grpo_replay_used", "grpo_bias"), "bias", "replay_used_bias1e3", "grpo_bias1e3"
+        "bias:replay_used_bias1e3:grpo_bias1e3", "levers_balance_live:grpo_replay_used:grpo_bias"
     ),
     "Replay, live loads − GRPO": everywhere(
-        ("levers_balance_live", "grpo_replay_live", "grpo_bias"), "bias", "replay_live_bias1e3", "grpo_bias1e3"
+        "bias:replay_live_bias1e3:grpo_bias1e3", "levers_balance_live:grpo_replay_live:grpo_bias"
     ),
 }
 LAG: Comparisons = {
-    "GRPO, waited 4 steps − fresh": everywhere(("lag", "grpo_lag4", "grpo"), "lag", "grpo_lag4", "grpo"),
+    "GRPO, waited 4 steps − fresh": everywhere("lag:grpo_lag4:grpo"),
     "Replay − GRPO, waited": {
         "equations, 2 steps": ("lag", "replay_lag2", "grpo_lag2"),
         **{task: (f"lag_{study}", "replay_lag4", "grpo_lag4") for task, study in OTHERS.items()},
     },
-    "GSPO − GRPO, waited": everywhere(("lag", "gspo_lag4", "grpo_lag4"), "lag", "gspo_lag4", "grpo_lag4"),
+    "GSPO − GRPO, waited": everywhere("lag:gspo_lag4:grpo_lag4"),
 }
 PARTIAL: Comparisons = {
     "GRPO, several versions − one": everywhere(
-        ("methods_stale", "grpo_partial", "grpo"),
-        "partial",
-        "grpo_partial",
-        "grpo",
-        again=("partial_rollouts", "grpo_partial", "grpo"),
+        "partial:grpo_partial:grpo", "methods_stale:grpo_partial:grpo", "partial_rollouts:grpo_partial:grpo"
     ),
     "R2 − GRPO, several versions": everywhere(
-        ("partial_rollouts", "grpo_partial_r2", "grpo_partial"), "partial", "replay_partial", "grpo_partial"
+        "partial:replay_partial:grpo_partial", "partial_rollouts:grpo_partial_r2:grpo_partial"
     ),
     "GSPO − GRPO, several versions": everywhere(
-        ("methods_stale", "gspo_partial", "grpo_partial"), "partial", "gspo_partial", "grpo_partial"
+        "partial:gspo_partial:grpo_partial", "methods_stale:gspo_partial:grpo_partial"
     ),
 }
 INT4: Comparisons = {
-    "GRPO, int4 − fp32 engine": everywhere(
-        ("dppo_mismatch", "grpo_int4", "grpo_fp32"), "int4", "grpo_int4", "grpo_fp32"
-    ),
-    "Ratio to the old policy − to the engine": everywhere(
-        ("anchor_int4", "grpo_old", "grpo"), "int4", "old_int4", "grpo_int4"
-    ),
-    "R3 − GRPO": everywhere(("dppo_mismatch", "grpo_r3_int4", "grpo_int4"), "int4", "r3_int4", "grpo_int4"),
-    "SAPO − GRPO": everywhere(("methods_int4", "sapo_int4", "grpo_int4"), "int4", "sapo_int4", "grpo_int4"),
-    "GSPO − GRPO": everywhere(("methods_int4", "gspo_int4", "grpo_int4"), "int4", "gspo_int4", "grpo_int4"),
+    "GRPO, int4 − fp32 engine": everywhere("int4:grpo_int4:grpo_fp32", "dppo_mismatch:grpo_int4:grpo_fp32"),
+    "Ratio to the old policy − to the engine": everywhere("int4:old_int4:grpo_int4", "anchor_int4:grpo_old:grpo"),
+    "R3 − GRPO": everywhere("int4:r3_int4:grpo_int4", "dppo_mismatch:grpo_r3_int4:grpo_int4"),
+    "SAPO − GRPO": everywhere("int4:sapo_int4:grpo_int4", "methods_int4:sapo_int4:grpo_int4"),
+    "GSPO − GRPO": everywhere("int4:gspo_int4:grpo_int4", "methods_int4:gspo_int4:grpo_int4"),
 }
 CORRECTED = {
     "GRPO, int4 − fp32 engine": ("grpo_int4", "grpo_fp32"),
@@ -118,7 +102,7 @@ CORRECTIONS: Comparisons = {
 }
 COSTS: Comparisons = {
     "Selection noise,\n36 % of the slots": everywhere(
-        ("replay_vs_gspo", "grpo_noise02", "grpo_replay"), "other_task", "grpo_noise02", "grpo_replay"
+        "other_task:grpo_noise02:grpo_replay", "replay_vs_gspo:grpo_noise02:grpo_replay"
     ),  # replay does not see it
     "Near-tied routers\nat the full rate": FAST_ROUTERS["GRPO, full rate − a tenth"],
     "Balancing bias,\n0.001 a step": BIAS["GRPO, bias − none"],
@@ -145,30 +129,16 @@ FIGURES = {
 
 def costs_table() -> pd.DataFrame:
     """One row per cause, task and rounding, from the committed comparisons: what `cures_figure` takes."""
-    table = published_differences(RESULTS, COSTS).rename(columns={"claim": "cause", "comparison": "row"})
-    table["cause"] = pd.Categorical(table["cause"], list(COSTS))
-    table["row"] = pd.Categorical(table["row"], [EQUATIONS, AGAIN, *OTHERS])
-    return table
+    return by_cause(published_differences(RESULTS, COSTS), COSTS, [EQUATIONS, AGAIN, *OTHERS])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Draw, from docs/results, what causes cost GRPO and methods give back, on four tasks."
-    )
-    parser.add_argument("folder", type=Path, help="where to write the figures as .pdf, .svg, .png and .csv")
-    folder = parser.parse_args().folder
-    costs = cures_figure(
+def figures() -> Iterator[StudyFigure]:
+    yield cures_figure(
         costs_table(), "costs_by_task", "What each cause costs GRPO, on four tasks.", "GRPO with the cause − without"
     )
-    of_causes = (
-        claims_figure(published_differences(RESULTS, declared), name, title)
-        for name, (title, declared) in FIGURES.items()
-    )
-    for figure in (costs, *of_causes):
-        for file in save_figure(figure, folder):
-            print(file)
+    for name, (title, declared) in FIGURES.items():
+        yield claims_figure(published_differences(RESULTS, declared), name, title)
 
 
 if __name__ == "__main__":
-    with ends_with_its_reader():
-        main()
+    draw_from_results(__doc__, figures)

@@ -51,7 +51,7 @@ def choose(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the study's folder, e.g. runs/tuning")
     parser.add_argument("--csv", type=Path, help="also write the table here")
     given = parser.parse_args()

@@ -4,15 +4,12 @@ Reads the committed tables of docs/results, so that it needs no runs; draws DIR/
 what is drawn beside them as CSV.
 """
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
-from moe_rl.processes import ends_with_its_reader
-from moe_rl.study.figures.over_studies import volatility_figure
-from moe_rl.study.figures.saving import save_figure
+from moe_rl.study.figures.over_studies import draw_from_results, volatility_figure
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 LABELS = {
@@ -133,13 +130,5 @@ def volatility_table() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw, from docs/results, final reward against routing volatility.")
-    parser.add_argument("folder", type=Path, help="where to write volatility.pdf, .svg, .png and .csv")
-    for file in save_figure(volatility_figure(volatility_table()), parser.parse_args().folder):
-        print(file)
-
-
 if __name__ == "__main__":
-    with ends_with_its_reader():
-        main()
+    draw_from_results(__doc__, lambda: [volatility_figure(volatility_table())])

@@ -14,7 +14,6 @@ does not change it, nor does TRL); a figure is the CPU time of the cycles after 
 that of neighbouring processes.
 """
 
-import argparse
 import contextlib
 import io
 import itertools
@@ -26,11 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
 import torch
-from rows import add_option, check_rounds, row, write
+from models import policy
+from rows import command_line, ratios, row, write
 
 PROMPTS, GROUP, LENGTH, UPDATES, WARMUP = 8, 8, 24, 4, 2
 SIDES = ("trl", "ours", "ours, sorted_mm", "ours, sorted_mm, no scoring pass", "ours, all of these, shared prompts")
@@ -51,33 +52,9 @@ class Sums:
         return sum(c.isdigit() for c in completion[:4]) / 4
 
 
-def parts(experts: str | None, ragged: bool) -> tuple[Any, Any]:
-    """Model and tokenizer; without `ragged` the model knows no end token."""
-    from models import qwen3_moe
-    from transformers import Qwen3MoeForCausalLM
-
-    from moe_rl.policy import char_tokenizer
-    from moe_rl.routing.experts import register_experts
-
-    register_experts()
-    tokenizer = char_tokenizer(Sums.alphabet)
-    config = qwen3_moe(
-        128,
-        4,
-        experts=16,
-        k=4,
-        width=128,
-        vocab=len(tokenizer),
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id if ragged else None,
-    )
-    if experts:
-        config._experts_implementation = experts
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(config), tokenizer
+def model_of(experts: str | None, ragged: bool) -> tuple[Any, Any]:
+    """Model and tokenizer; without `ragged` they know no end token."""
+    return policy(Sums.alphabet, 128, 4, 16, 4, 128, ends=ragged, implementation=experts)
 
 
 def learning_rate(ragged: bool) -> float:
@@ -91,9 +68,7 @@ def ours(experts: str | None, scoring: bool, shared: bool, ragged: bool, cycles:
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from grpo_replay import train
 
-    model, tokenizer = parts(experts, ragged)
-    if not ragged:
-        tokenizer.eos_token = None
+    model, tokenizer = model_of(experts, ragged)
     ends = [time.process_time()]
 
     class Clock(io.StringIO):
@@ -116,7 +91,7 @@ def trl(ragged: bool, cycles: int) -> list[float]:
     from trl import GRPOConfig, GRPOTrainer
 
     disable_progress_bars()
-    model, tokenizer = parts(None, True)
+    model, tokenizer = model_of(None, True)
     task, rng = Sums(), random.Random(0)
     problems = [task.problem(rng) for _ in range(PROMPTS * cycles)]
     ends: list[float] = []
@@ -174,17 +149,14 @@ def one_side(side: str, ragged: bool, cycles: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=2)
     parser.add_argument("--ragged", action="store_true", help="an end token may end a completion")
-    parser.add_argument("--rounds", type=int, default=2, help="processes of each side")
     parser.add_argument(
         "--cycles", type=int, default=8, help="cycles of each process, the first two of which are not counted"
     )
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has trl, torch and transformers")
-    add_option(parser)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=SIDES, help=SUPPRESS)
     options = parser.parse_args()
-    check_rounds(parser, options.rounds)
     if options.cycles <= WARMUP:
         parser.error(f"--cycles: more than {WARMUP}, which are not counted")
     if options.side:
@@ -205,9 +177,9 @@ def main() -> None:
     print(f"{what}, CPU seconds per cycle, one thread, torch {torch.__version__}")
     rows = []
     for side in SIDES:
-        ratios = [a / b for a, b in zip(times[side], times["trl"], strict=True)]
-        spread = f"[{min(ratios):.2f}, {max(ratios):.2f}]"
-        print(f"  {side:34} {statistics.median(times[side]):.3f} s   {statistics.median(ratios):.2f} of TRL's {spread}")
+        of = ratios(times[side], times["trl"])
+        spread = f"[{min(of):.2f}, {max(of):.2f}]"
+        print(f"  {side:34} {statistics.median(times[side]):.3f} s   {statistics.median(of):.2f} of TRL's {spread}")
         if side != "trl":
             rows.append(row("against_trl", f"{what}: {side}", times[side], "TRL", times["trl"]))
     write(options.json, rows)

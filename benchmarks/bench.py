@@ -10,6 +10,7 @@ status 1 then. What was recorded of others stays: with `--only`, and of a part t
 import argparse
 import ast
 import os
+import re
 import sys
 from importlib.util import find_spec
 
@@ -26,84 +27,55 @@ part ended. Reading 300 runs, and drawing them, is measured in [reliability.md](
 """
 
 
-PATIENCE = 3600.0  # seconds; a part that takes longer hangs, however busy the machine is
+TRL = "A GRPO cycle of 8 prompts x 8 responses and four updates, 3.4 M parameters, against TRL's GRPOTrainer; ours "
+CONTEXTS = (
+    "A model's forward, and forward with backward, inside each context. `plain again` is the same as the peer: what is "
+    "resolved is twice the standard error of its median."
+)
+HEAD_ALONE = "Forward and backward of the head alone, and the bytes that torch held at once."
 
 
 def parts(trl_python: str | None = None) -> list[Part]:
     """What is run."""
-    needs = "" if trl_python or find_spec("trl") else "trl is not installed"
-    hidden = ("--python", trl_python) if trl_python else ()
-    trl = "A GRPO cycle of 8 prompts x 8 responses and four updates, 3.4 M parameters, against TRL's GRPOTrainer; ours "
+    how = {
+        "needs": "" if trl_python or find_spec("trl") else "trl is not installed",
+        "hidden": ("--python", trl_python) if trl_python else (),
+    }
+    trl, overhead = "benchmarks/against_trl.py", "benchmarks/routing_overhead.py --no-gpu --sizes"
+    said, ended = f"{TRL}records and replays routes", "; an end token may end a response."
     named = [
+        Part("trl", "Against TRL, one length", f"{said}.", f"{trl} --rounds 4 --cycles 6", **how),
         Part(
-            "trl",
-            "Against TRL, one length",
-            f"{trl}records and replays routes.",
-            "benchmarks/against_trl.py --rounds 4 --cycles 6",
-            PATIENCE,
-            needs,
-            hidden,
+            "trl-ragged", "Against TRL, responses of unequal length", f"{said}{ended}",
+            f"{trl} --ragged --rounds 4 --cycles 6", **how,
+        ),
+        Part("overhead", "What recording and replaying cost", CONTEXTS, f"{overhead} small --rounds 120"),
+        Part(
+            "overhead-medium", "What recording and replaying cost in a larger model", "As above.",
+            f"{overhead} medium --rounds 40",
         ),
         Part(
-            "trl-ragged",
-            "Against TRL, responses of unequal length",
-            f"{trl}records and replays routes; an end token may end a response.",
-            "benchmarks/against_trl.py --ragged --rounds 4 --cycles 6",
-            PATIENCE,
-            needs,
-            hidden,
-        ),
-        Part(
-            "overhead",
-            "What recording and replaying cost",
-            "A model's forward, and forward with backward, inside each context. `plain again` is the same as the peer: "
-            "what is resolved is twice the standard error of its median.",
-            "benchmarks/routing_overhead.py --no-gpu --sizes small --rounds 120",
-            PATIENCE,
-        ),
-        Part(
-            "overhead-medium",
-            "What recording and replaying cost in a larger model",
-            "As above.",
-            "benchmarks/routing_overhead.py --no-gpu --sizes medium --rounds 40",
-            PATIENCE,
-        ),
-        Part(
-            "experts",
-            "Experts",
-            "One layer; the limit is its two products alone.",
+            "experts", "Experts", "One layer; the limit is its two products alone.",
             "benchmarks/experts.py --device cpu --layer small --rounds 11",
-            PATIENCE,
         ),
         Part(
-            "logprobs",
-            "Log-probabilities at a real vocabulary",
-            "Forward and backward of the head alone, and the bytes that torch held at once.",
+            "logprobs", "Log-probabilities at a real vocabulary", HEAD_ALONE,
             "benchmarks/logprobs.py --tokens 256 --rounds 3",
-            PATIENCE,
         ),
         Part(
-            "logprobs-tiny",
-            "Log-probabilities of the tiny policy",
-            "A minibatch of the main study, forward and backward.",
-            "benchmarks/logprobs.py --tiny --rounds 12",
-            PATIENCE,
+            "logprobs-tiny", "Log-probabilities of the tiny policy",
+            "A minibatch of the main study, forward and backward.", "benchmarks/logprobs.py --tiny --rounds 12",
         ),
         Part(
-            "ppo",
-            "PPO against GRPO",
-            "A step without its sampling: value model of its own, or a head.",
+            "ppo", "PPO against GRPO", "A step without its sampling: value model of its own, or a head.",
             "benchmarks/ppo_vs_grpo.py --rounds 3",
-            PATIENCE,
         ),
         Part(
-            "cost",
-            "How cost grows",
+            "cost", "How cost grows",
             "CPU seconds as a power of what grows; the exponent's 95 % interval is over rounds.",
             "benchmarks/cost.py --rounds 4",
-            PATIENCE,
         ),
-    ]
+    ]  # fmt: skip
     return [*named, *others(named)]
 
 
@@ -113,9 +85,9 @@ def others(named: list[Part]) -> list[Part]:
     taken = {part.command.split()[0] for part in (*named, *gpu_parts(megablocks=True))}
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         text, command = path.read_text(), f"benchmarks/{path.name}"
-        if "\n    add_option(" in text and command not in taken:
+        if re.search(r"= command_line\(", text) and command not in taken:
             title = (ast.get_docstring(ast.parse(text)) or path.stem).splitlines()[0]
-            found.append(Part(path.stem, path.stem.replace("_", " ").capitalize(), title, command, PATIENCE))
+            found.append(Part(path.stem, path.stem.replace("_", " ").capitalize(), title, command))
     return found
 
 

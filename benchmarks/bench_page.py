@@ -32,7 +32,7 @@ class Part:
     name: of the part, unique.
     title, about: what stands above its rows.
     command: arguments after the interpreter, and `--json FILE`; `{folder}` is a folder of its own, removed afterwards.
-    seconds: how long it may take.
+    seconds: how long it may take; what takes longer hangs, however busy the machine is.
     needs: why it cannot run here; empty if it can.
     hidden: more arguments, of this machine alone, which the page does not show.
     """
@@ -41,7 +41,7 @@ class Part:
     title: str
     about: str
     command: str
-    seconds: float
+    seconds: float = 3600.0
     needs: str = ""
     hidden: tuple[str, ...] = ()
 

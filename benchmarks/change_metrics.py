@@ -16,12 +16,11 @@ import argparse
 import gc
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from rows import add_option, check_rounds, quartiles, row, write
+from rows import command_line, cpu_seconds, in_turns, quartiles, ratios, row, write
 
 from moe_rl.routing.change import change_counts, changed_slots, site_change, slot_change
 from moe_rl.routing.packing import packed_dtype
@@ -127,31 +126,23 @@ def methods(args: argparse.Namespace) -> tuple[dict[str, tuple[int, Callable[[],
     return found, lines
 
 
-def cpu_seconds(call: Callable[[], object]) -> float:
+def without_collector(call: Callable[[], object]) -> float:
     gc.disable()  # as timeit does: Python sets would wait for whatever else is in memory
-    start = time.process_time()
-    call()
-    taken = time.process_time() - start
+    taken = cpu_seconds(call)
     gc.enable()
     return taken
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tokens", 100_000), ("sites", 48), ("k", 8), ("experts", 128), ("rounds", 7)):
+    parser = command_line(__doc__, rounds=7)
+    for name, default in (("tokens", 100_000), ("sites", 48), ("k", 8), ("experts", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    add_option(parser)
     args = parser.parse_args()
-    check_rounds(parser, args.rounds)
     torch.set_num_threads(1)
 
     calls, lines = methods(args)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _, call in calls.values():
-        call()  # a first round that does not count
-    for _ in range(args.rounds):
-        for name, (count, call) in calls.items():
-            times[name].append(cpu_seconds(call) / count)
+    taken = in_turns({name: call for name, (_, call) in calls.items()}, args.rounds, without_collector)
+    times = {name: [seconds / calls[name][0] for seconds in of] for name, of in taken.items()}
 
     rows = args.tokens * args.sites
     print(
@@ -167,7 +158,7 @@ def main() -> None:
         floor = times[reading]
         middle = statistics.median(seconds)
         slow, fast = (1e-6 / x for x in reversed(quartiles(seconds)))
-        over = statistics.median(a / b for a, b in zip(seconds, floor, strict=True))
+        over = statistics.median(ratios(seconds, floor))
         faster = statistics.median(python) / middle
         print(f"{name:47}{1e-6 / middle:9.1f}{slow:9.1f}{fast:9.1f}{over:9.1f}{faster:10.1f}")
         count = calls[name][0]

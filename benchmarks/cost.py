@@ -9,24 +9,20 @@ that grows faster shows there first. `forward`, `record` (the forward that keeps
 under replay), and `cycle`: sampling, scoring, two updates of examples/grpo_replay.py.
 """
 
-import argparse
 import contextlib
 import io
 import math
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from models import qwen3_moe
-from rows import add_option, row, write
+from models import policy
+from rows import command_line, in_turns, row, write
 from scipy import stats
-from transformers import Qwen3MoeForCausalLM
 
-from moe_rl.policy import char_tokenizer
 from moe_rl.processes import keep_freed_memory
 from moe_rl.routing import record_routes, replay_routes
 
@@ -49,22 +45,7 @@ DOUBLINGS = 3
 
 def build(experts: int, layers: int) -> tuple[Any, Any]:
     """A model with two of `experts` for each token, and its tokenizer; no token ends a response."""
-    tokenizer = char_tokenizer(Sums.alphabet)
-    config = qwen3_moe(
-        64,
-        layers,
-        experts,
-        k=2,
-        width=64,
-        vocab=len(tokenizer),
-        max_position_embeddings=4096,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=None,
-    )
-    tokenizer.eos_token = None
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(config), tokenizer
+    return policy(Sums.alphabet, 64, layers, experts, 2, 64, ends=False)
 
 
 def calls(sequences: int, length: int, experts: int, layers: int) -> dict[str, Callable[[], object]]:
@@ -118,7 +99,7 @@ def sizes_of(grown: str) -> dict[str, list[tuple[int, Callable[[], object]]]]:
     return found
 
 
-def exponent(sizes: list[int], seconds: list[float]) -> float:
+def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
     """Slope of log(seconds) over log(sizes)."""
     return float(stats.linregress([math.log(x) for x in sizes], [math.log(y) for y in seconds]).slope)
 
@@ -131,39 +112,25 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def measure(grown: str, rounds: int) -> list[dict[str, Any]]:
     found = sizes_of(grown)
-    times: dict[str, list[list[float]]] = {name: [] for name in found}
-    for number in range(rounds + 1):
-        for name, points in found.items():
-            seconds = []
-            for _, call in points:
-                began = time.process_time()
-                call()
-                seconds.append(time.process_time() - began)
-            if number:  # the first round warms up
-                times[name].append(seconds)
+    times = in_turns({(name, size): call for name, points in found.items() for size, call in points}, rounds)
     rows = []
     for name, points in found.items():
         sizes = [size for size, _ in points]
-        slopes = [exponent(sizes, seconds) for seconds in times[name]]
+        rounds_of = list(zip(*(times[name, size] for size in sizes), strict=True))
+        slopes = [exponent(sizes, seconds) for seconds in rounds_of]
         low, high = interval(slopes)
-        last = statistics.median(math.log2(seconds[-1] / seconds[-2]) for seconds in times[name])
+        last = statistics.median(math.log2(seconds[-1] / seconds[-2]) for seconds in rounds_of)
         case = f"{grown}: {name}"
         note = f"exponent {statistics.mean(slopes):.2f} [{low:.2f}, {high:.2f}], last doubling {last:.2f}"
         print(f"{case:45} {note}")
-        rows.append(
-            row("cost", f"{case}, {sizes[0]} to {sizes[-1]}", [seconds[-1] for seconds in times[name]], note=note)
-        )
+        rows.append(row("cost", f"{case}, {sizes[0]} to {sizes[-1]}", times[name, sizes[-1]], note=note))
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser = command_line(__doc__, rounds=4, least=2)  # an interval
     parser.add_argument("--only", nargs="+", choices=list(GROWN), default=list(GROWN))
-    add_option(parser)
     options = parser.parse_args()
-    if options.rounds < 2:
-        parser.error("--rounds: an interval needs two at least")
     torch.set_num_threads(1)
     keep_freed_memory()
     write(options.json, [line for grown in options.only for line in measure(grown, options.rounds)])

@@ -13,15 +13,13 @@ twice on the same input: "same bits" says whether the two results are identical.
 where it is installed (docs/megablocks.md).
 """
 
-import argparse
 import statistics
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from rows import add_option, check_rounds, quartiles, row, write
+from rows import command_line, cpu_seconds, in_turns, row, write
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -75,11 +73,7 @@ class Problem:
             (x @ up.detach().T)[:, : down.shape[1]] @ down.detach().T
 
 
-def seconds(function: Callable[[], object], device: str) -> float:
-    if device == "cpu":
-        began = time.process_time()
-        function()
-        return time.process_time() - began
+def gpu_seconds(function: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     function()
@@ -89,18 +83,15 @@ def seconds(function: Callable[[], object], device: str) -> float:
 
 
 def compare(what: str, candidates: dict[str, Callable[[], object]], rounds: int, device: str) -> list[dict[str, Any]]:
-    for function in candidates.values():  # warm up: allocations, autotuning
-        function()
-    times = [{name: seconds(f, device) for name, f in candidates.items()} for _ in range(rounds)]
-    medians = {name: statistics.median(t[name] for t in times) for name in candidates}
+    times = in_turns(candidates, rounds, cpu_seconds if device == "cpu" else gpu_seconds)
+    floor = statistics.median(times["floor"]) if "floor" in times else None
     rows = []
-    for name in candidates:
-        ratios = [t[name] / t["grouped_mm"] for t in times]
-        low, high = quartiles(ratios)
-        print(f"  {name:22} {statistics.median(ratios):6.2f}  [{low:.2f}, {high:.2f}]   {1e3 * medians[name]:9.2f} ms")
+    for name, mine in times.items():
+        one = row("experts", f"{what}: {name}", mine, "grouped_mm", times["grouped_mm"], floor)
+        low, high = one["spread"]
+        print(f"  {name:22} {one['ratio']:6.2f}  [{low:.2f}, {high:.2f}]   {1e-3 * one['us']:9.2f} ms")
         if name not in ("grouped_mm", "floor"):
-            mine, peer = ([t[key] for t in times] for key in (name, "grouped_mm"))
-            rows.append(row("experts", f"{what}: {name}", mine, "grouped_mm", peer, medians.get("floor")))
+            rows.append(one)
     return rows
 
 
@@ -119,15 +110,12 @@ def check(problem: Problem, implementations: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=15)
     parser.add_argument("--layer", choices=LAYERS, default="small")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=None)
-    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add_option(parser)
     args = parser.parse_args()
-    check_rounds(parser, args.rounds)
 
     register_experts()
     cuda = args.device.startswith("cuda")

@@ -22,59 +22,41 @@ synchronised calls; a ratio is the median over rounds in which both sides took t
 
 def parts(megablocks: bool) -> list[Part]:
     """What is run, with the seconds that each may take: 28 minutes in all."""
-    qwen = "--layer qwen3-30b-a3b --dtype bfloat16"
+    experts = "benchmarks/experts.py --layer qwen3-30b-a3b --dtype bfloat16 --rounds 15 --tokens"
+    runs = "benchmarks/gpu_runs.py {what} --folder {{folder}} --steps"
     return [
+        Part("tests", "Tests that need a GPU", "All tests marked `gpu`.", "benchmarks/gpu_tests.py", 300),
         Part(
-            "tests",
-            "Tests that need a GPU",
-            "All tests marked `gpu`.",
-            "benchmarks/gpu_tests.py",
-            300,
-        ),
-        Part(
-            "overhead",
-            "What recording and replaying cost",
+            "overhead", "What recording and replaying cost",
             "A random model of the shape of Qwen3-30B-A3B in bfloat16, as many of its 48 layers as fit.",
-            "benchmarks/routing_overhead.py --rounds 12 --sizes",
-            420,
+            "benchmarks/routing_overhead.py --rounds 12 --sizes", 420,
         ),
         Part(
-            "experts",
-            "Experts",
+            "experts", "Experts",
             "One layer of Qwen3-30B-A3B, forward and forward with backward; `limit` is the two products alone.",
-            f"benchmarks/experts.py {qwen} --tokens 8192 --rounds 15",
-            180,
+            f"{experts} 8192", 180,
         ),
         Part(
-            "megablocks",
-            "MegaBlocks' kernels",
-            "The same layer with fewer tokens, `megablocks` against `grouped_mm`.",
-            f"benchmarks/experts.py {qwen} --tokens 1024 --rounds 15",
-            120,
+            "megablocks", "MegaBlocks' kernels",
+            "The same layer with fewer tokens, `megablocks` against `grouped_mm`.", f"{experts} 1024", 120,
             "" if megablocks else "megablocks is not installed (docs/megablocks.md)",
         ),
         Part(
-            "syncs",
-            "Waits of the host",
+            "syncs", "Waits of the host",
             "How often a call makes the host wait for the GPU, counted by torch; the plain model's own come first.",
-            "benchmarks/host_syncs.py",
-            120,
+            "benchmarks/host_syncs.py", 120,
         ),
         Part(
-            "fsdp2",
-            "NCCL and FSDP2 in one rank",
+            "fsdp2", "NCCL and FSDP2 in one rank",
             "The first steps of a run of `quick`, in one process and under torchrun with `strategy: fsdp2`.",
-            "benchmarks/gpu_runs.py fsdp2 --folder {folder} --steps 4",
-            240,
+            f"{runs.format(what='fsdp2')} 4", 240,
         ),
         Part(
-            "study",
-            "The main study in small",
+            "study", "The main study in small",
             "`experiments/quick.yaml`: a cold start and five arms of ten steps, every run on the GPU.",
-            "benchmarks/gpu_runs.py study --folder {folder} --steps 10",
-            300,
+            f"{runs.format(what='study')} 10", 300,
         ),
-    ]
+    ]  # fmt: skip
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ one rank, and compares every loss; the cold start of both is made before, by a r
 `study` runs experiments/quick.yaml, all arms.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rows import add_option, row, write
+from rows import command_line, row, write
 
 QUICK = Path(__file__).resolve().parents[1] / "experiments" / "quick.yaml"
 
@@ -65,12 +64,11 @@ def study(folder: Path, device: str, steps: int, more: Sequence[str] = ()) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("what", choices=["fsdp2", "study"])
     parser.add_argument("--folder", type=Path, required=True, help="where the runs are written")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=4)
-    add_option(parser)
     options = parser.parse_args()
     make = {"fsdp2": fsdp2, "study": study}[options.what]
     rows = make(options.folder, options.device, options.steps)

@@ -3,7 +3,6 @@
 python benchmarks/gpu_tests.py
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from rows import add_option, row, write
+from rows import command_line, row, write
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,9 +27,7 @@ def outcomes(report: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_option(parser)
-    options = parser.parse_args()
+    options = command_line(__doc__).parse_args()
     marked = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

@@ -7,7 +7,6 @@ Each wait (`.item()`, a copy to the host, an index by a mask) lets the GPU run d
 (`torch.cuda.set_sync_debug_mode`); each call is warmed up once and then counted once.
 """
 
-import argparse
 import time
 import warnings
 from collections import Counter
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 from models import qwen3_moe
-from rows import add_option, row, write
+from rows import command_line, row, write
 from transformers import Qwen3MoeForCausalLM
 
 from moe_rl.measure.logprobs import token_logps
@@ -94,12 +93,11 @@ def calls(device: str, experts: str, layers: int, tokens: int) -> dict[str, Call
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--experts", default="grouped_mm", help="experts implementation")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
-    add_option(parser)
     options = parser.parse_args()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.exit(1, "no CUDA device here; --device cpu runs the calls and counts nothing\n")

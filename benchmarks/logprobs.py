@@ -19,16 +19,15 @@ peak in a process of its own. Time is CPU time, the methods taking turns, as a r
 """
 
 import argparse
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rows import add_option, check_rounds, row, write
+from models import qwen3_moe
+from rows import allocated_peak, command_line, in_turns, row, write
 from torch import Tensor
 
 from moe_rl.measure.head import head_logps
@@ -88,18 +87,6 @@ def step(method: Method, hidden: Tensor, weight: Tensor, targets: Tensor, direct
     (method(hidden, weight, targets) * direction).sum().backward()
 
 
-def allocated_peak(run: Callable[[], None]) -> int:
-    """Largest number of bytes that torch held at once beyond what it held before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    held = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
-
-
 def resident_growth(run: Callable[[], None]) -> int:
     """How far the process's resident memory rose above its level, in bytes, from Linux. (getrusage cannot start
     anew, and counts the process that started this one.)"""
@@ -136,36 +123,16 @@ def memory_of(name: str, sizes: tuple[int, int, int], dtype: str) -> tuple[int, 
     return int(resident), int(allocated)
 
 
-def interleaved(runs: dict[str, Callable[[], Any]], rounds: int) -> tuple[dict[str, list[float]], list[float]]:
-    """CPU-time ratios to the first, round by round, and the first's own seconds. A round before them warms up."""
-    ratios: dict[str, list[float]] = {name: [] for name in runs}
-    base = []
-    for number in range(rounds + 1):
-        seconds = {}
-        for name, run in runs.items():
-            start = time.process_time()
-            run()
-            seconds[name] = time.process_time() - start
-        if not number:
-            continue
-        first = next(iter(seconds.values()))
-        base.append(first)
-        for name, value in seconds.items():
-            ratios[name].append(value / first)
-    return ratios, base
+def compared(what: str, runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str, Any]]:
+    """A row of CPU time beside the first run's, for each."""
+    seconds = in_turns(runs, rounds)
+    first = next(iter(runs))
+    return {name: row("logprobs", f"{what}: {name}", own, first, seconds[first]) for name, own in seconds.items()}
 
 
-def summary(values: list[float]) -> str:
-    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-    return f"{statistics.median(values):5.2f}  [{low:.2f}, {high:.2f}]"
-
-
-def rows_of(
-    what: str, ratios: dict[str, list[float]], base: list[float], notes: dict[str, str]
-) -> list[dict[str, Any]]:
-    first, *others = ratios
-    seconds = {name: [r * b for r, b in zip(ratios[name], base, strict=True)] for name in others}
-    return [row("logprobs", f"{what}: {n}", seconds[n], first, base, note=notes.get(n, "")) for n in others]
+def summary(one: dict[str, Any]) -> str:
+    low, high = one["spread"]
+    return f"{one['ratio']:5.2f}  [{low:.2f}, {high:.2f}]"
 
 
 def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> list[dict[str, Any]]:
@@ -177,41 +144,30 @@ def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> list[
     memory = {name: memory_of(name, sizes, dtype) for name in METHODS}
     inputs = problem(*sizes, getattr(torch, dtype))
     runs = {name: (lambda m=method: step(m, *inputs)) for name, method in METHODS.items()}
-    ratios, base = interleaved(runs, rounds)
+    rows = compared(f"{N} tokens, vocabulary {V:,}", runs, rounds)
     with torch.no_grad():
         few = inputs[0][: 8 * SEQUENCES], inputs[1], inputs[2][: 8 * SEQUENCES]
         values = {name: method(*few).double() for name, method in METHODS.items()}
     first = values["log_softmax + gather"]
     print(f"{'':24}{'allocated MiB':>14}{'resident MiB':>14}{'differs, nats':>15}   CPU time / first [quartiles]")
-    for name in METHODS:
+    held = {name: f"{memory[name][1] / MIB:,.0f} MiB at once" for name in METHODS}
+    for name, one in rows.items():
         resident, allocated = (number / MIB for number in memory[name])
         difference = float((values[name] - first).abs().max())
-        print(f"{name:24}{allocated:14,.0f}{resident:14,.0f}{difference:15.0e}   {summary(ratios[name])}")
-    print(f"first: {statistics.median(base):.2f} CPU-seconds, {rounds} rounds")
-    held = {name: f"{memory[name][1] / MIB:,.0f} MiB at once" for name in METHODS}
-    held = {name: f"{held[name]}, the first {held['log_softmax + gather']}" for name in METHODS}
-    return rows_of(f"{N} tokens, vocabulary {V:,}", ratios, base, held)
+        print(f"{name:24}{allocated:14,.0f}{resident:14,.0f}{difference:15.0e}   {summary(one)}")
+        one["note"] = f"{held[name]}, the first {held['log_softmax + gather']}"
+    told, *others = rows.values()
+    print(f"first: {1e-6 * told['us']:.2f} CPU-seconds, {rounds} rounds")
+    return others
 
 
 def compare_tiny(rounds: int) -> list[dict[str, Any]]:
     """The main study's policy, one minibatch: what is paid where there is nothing to save."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=28,
-        hidden_size=48,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=12,
-        num_experts=16,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-    )
+    as_the_study = {"intermediate_size": 48, "num_key_value_heads": 4, "norm_topk_prob": True}
+    config = qwen3_moe(48, 4, experts=16, k=2, width=32, vocab=28, tie_word_embeddings=False, **as_the_study)
     model = Qwen3MoeForCausalLM(config)
     ids = torch.randint(0, 28, (64, 36))
     attended = torch.ones_like(ids)
@@ -227,30 +183,28 @@ def compare_tiny(rounds: int) -> list[dict[str, Any]]:
         (out.logps.sum() + (out.entropy.sum() if out.entropy is not None else 0)).backward()
 
     runs = {"log_softmax + gather": plain, "moe_rl": ours, "moe_rl, with entropy": lambda: ours(entropy=True)}
-    ratios, base = interleaved(runs, rounds)
+    rows = compared("the tiny policy, 64 x 36 tokens", runs, rounds)
     print("batch 64 x 36, 25 completion tokens each, H 48, 4 layers, 16 experts, V 28; forward and backward")
-    for name, values in ratios.items():
-        print(f"{name:24}CPU time / first {summary(values)}")
-    print(f"first: {statistics.median(base):.3f} CPU-seconds, {rounds} rounds")
-    return rows_of("the tiny policy, 64 x 36 tokens", ratios, base, {})
+    for name, one in rows.items():
+        print(f"{name:24}CPU time / first {summary(one)}")
+    told, *others = rows.values()
+    print(f"first: {1e-6 * told['us']:.3f} CPU-seconds, {rounds} rounds")
+    return others
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, rounds=3)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
-    add_option(parser)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = options.tokens, options.hidden, options.vocabulary
     if options.measure:
         measure_memory(options.measure, sizes, getattr(torch, options.dtype))
         return
-    check_rounds(parser, options.rounds)
     if options.tokens < 1 or options.tokens % SEQUENCES:
         parser.error(f"--tokens: a multiple of {SEQUENCES}, the sequences that they come in; got {options.tokens}")
     torch.set_num_threads(1)

@@ -9,17 +9,15 @@ the new policy noise that exchanges an expert in about a tenth of the rows. Spee
 written or come back per second of CPU time of one thread.
 """
 
-import argparse
 import itertools
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rows import add_option, check_rounds, row, write
+from rows import command_line, in_turns, row, write
 
 from moe_rl.routing import RoutedExperts, change_counts
 from moe_rl.routing.codec import exchange_bits, set_bits
@@ -88,13 +86,7 @@ def measured(shape: Shape, tokens: int, rounds: int) -> tuple[dict[str, float], 
             "read one of four sequences": lambda: read_route_table(a, [2]),
             "read one site": lambda: read_route_table(a, None, 3),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        for number in range(rounds + 1):
-            for name, call in calls.items():
-                start = time.process_time()
-                call()
-                if number:  # the first round warms up
-                    seconds[name].append(time.process_time() - start)
+        seconds = in_turns(calls, rounds)
         ordered = [x.ids.sort(-1).values for x in (old, new)]
         assert all(torch.equal(read_route_table(p).ids, ids) for p, ids in zip((a, b), ordered, strict=True))
         sizes = a.stat().st_size / tokens, b.stat().st_size / tokens
@@ -131,13 +123,10 @@ def table(found: dict[int, list[dict[str, float]]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=3)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096], help="of a file")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true", help="write the table into docs/scaling.md")
-    add_option(parser)
     options = parser.parse_args()
-    check_rounds(parser, options.rounds)
     if odd := [n for n in options.tokens if n < 1 or n % SEQUENCES]:
         parser.error(f"--tokens: of {SEQUENCES} sequences of one length, got {', '.join(map(str, odd))}")
     torch.set_num_threads(1)

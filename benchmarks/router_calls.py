@@ -8,17 +8,17 @@ of a Qwen3-MoE of random weights (hidden 256, 4 layers, top 8 of 128), one threa
 each round. Two plain runs (A/A) go through the same arithmetic: their spread is what this machine can resolve.
 """
 
-import argparse
 import random
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import transformers
 from models import qwen3_moe
-from rows import add_option, check_rounds, quartiles, row, write
+from rows import command_line, in_turns, ratios, resolved, row, write
 from transformers import Qwen3MoeForCausalLM
 
 from moe_rl.routing import attach, record_routes, replay_routes
@@ -51,7 +51,7 @@ class Timed:
 
     def take(self) -> float:
         """Seconds per call since the last time."""
-        found = self.seconds / self.calls
+        found = self.seconds / max(1, self.calls)
         self.seconds, self.calls = 0.0, 0
         return found
 
@@ -80,25 +80,21 @@ def measure(model: Any, timed: Timed, tokens: int, rounds: int) -> dict[str, lis
         "record": lambda: record_routes(model),
         "replay": lambda: replay_routes(model, routes),
     }
-    found: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for number in range(rounds + 2):
-        for variant in random.sample(VARIANTS, len(VARIANTS)):
-            with contexts.get(variant, nullcontext)():
-                timed.take() if timed.calls else None
-                forward()
-                seconds = timed.take()
-            if number >= 2:  # the first ones warm up
-                found[variant].append(seconds)
-    return found
+
+    def seconds(context: Callable[[], Any]) -> float:
+        with context():
+            timed.take()
+            forward()
+            return timed.take()
+
+    calls = {variant: contexts.get(variant, nullcontext) for variant in VARIANTS}
+    return in_turns(calls, rounds, seconds, shuffled=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, rounds=15, least=4)  # quartiles
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 64, 512, 4096], help="tokens of a call")
-    parser.add_argument("--rounds", type=int, default=15)
-    add_option(parser)
     options = parser.parse_args()
-    check_rounds(parser, options.rounds, 4)  # quartiles
     if odd := [n for n in options.tokens if n < 1 or (n > LENGTH and n % LENGTH)]:
         parser.error(f"--tokens: up to {LENGTH}, or rows of {LENGTH}; got {', '.join(map(str, odd))}")
     transformers.logging.set_verbosity_error()
@@ -112,14 +108,10 @@ def main() -> None:
     results = []
     for tokens in options.tokens:
         found = measure(model, timed, tokens, options.rounds)
-        same = [a / b for a, b in zip(found["plain again"], found["plain"], strict=True)]
-        low, high = quartiles(same)
-        # Standard error of a median, from the quartiles: 1.2533 * (IQR / 1.349) / sqrt(n); twice that is resolved.
-        resolved = 2 * 1.2533 * (high - low) / 1.349 / options.rounds**0.5
-        plain = 1e6 * statistics.median(found["plain"])
-        print(f"{tokens} tokens: plain {plain:.1f} us; resolved: {100 * resolved:.1f} %")
+        least = f"{100 * resolved(ratios(found['plain again'], found['plain'])):.1f} %"
+        print(f"{tokens} tokens: plain {1e6 * statistics.median(found['plain']):.1f} us; resolved: {least}")
         for variant in VARIANTS[1:]:
-            note = f"hidden 256, top 8 of 128, CPU, one thread; differences above {100 * resolved:.1f} % are resolved"
+            note = f"hidden 256, top 8 of 128, CPU, one thread; differences above {least} are resolved"
             one = row("router_calls", f"{variant}, {tokens} tokens", found[variant], "plain", found["plain"], note=note)
             results.append(one)
             low, high = one["spread"]

@@ -13,18 +13,18 @@ The GPU part is a random model of the shape of Qwen3-30B-A3B in bfloat16 with as
 prefills 8 x 1024 tokens, decodes one token for 64 sequences, and trains (forward+backward) on 4 x 1024.
 """
 
-import argparse
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from models import qwen3_moe
-from rows import add_option, check_rounds, row, write
+from rows import command_line, in_turns, ratios, resolved, row, write
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.routing import attach, record_routes, replay_routes
@@ -53,13 +53,10 @@ BYTES_PER_LAYER = 2 * 623.1e6  # bfloat16
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--rounds", type=int, default=12, help="rounds of each comparison (default 12)")
+    arguments = command_line(__doc__, rounds=12, least=4)  # quartiles
     arguments.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES), help="CPU sizes")
     arguments.add_argument("--no-gpu", action="store_true", help="CPU part only")
-    add_option(arguments)
     options = arguments.parse_args()
-    check_rounds(arguments, options.rounds, 4)  # quartiles
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     random.seed(0)
@@ -155,29 +152,18 @@ def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, 
                 run(**options)
         return seconds[0]
 
-    for variant in VARIANTS:
-        measured(variant)  # warm-up
-    ratios: dict[str, list[float]] = {variant: [] for variant in VARIANTS[1:]}
-    taken: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for _ in range(rounds):
-        times = {variant: measured(variant) for variant in random.sample(VARIANTS, len(VARIANTS))}
-        for variant, seconds in times.items():
-            taken[variant].append(seconds)
-        for variant, values in ratios.items():
-            values.append(times[variant] / times["plain"])
+    taken = in_turns({variant: partial(measured, variant) for variant in VARIANTS}, rounds, lambda call: call(), True)
+    least = f"{100 * resolved(ratios(taken['plain again'], taken['plain'])):.1f} %"
     print(f"\n{what}\n  plain: {1e3 * statistics.median(taken['plain']):.1f} ms (median of {rounds} rounds)")
-    for variant, values in ratios.items():
-        low, median, high = statistics.quantiles(values, n=4)
-        print(f"  {variant:22s} x {median:.3f}   quartiles {low:.3f} .. {high:.3f}")
-    low, _, high = statistics.quantiles(ratios["plain again"], n=4)
-    # Standard error of a median, from the quartiles: 1.2533 * (IQR / 1.349) / sqrt(n); twice that is resolved.
-    resolved = 2 * 1.2533 * (high - low) / 1.349 / rounds**0.5
-    print(f"  resolved: differences above about {100 * resolved:.1f} % (twice the standard error of A/A)")
-    note = f"resolved: {100 * resolved:.1f} %"
-    return [
-        row("routing_overhead", f"{what}: {variant}", taken[variant], "plain", taken["plain"], note=note)
-        for variant in VARIANTS[1:]
-    ]
+    lines = []
+    for variant in VARIANTS[1:]:
+        note = f"resolved: {least}"
+        line = row("routing_overhead", f"{what}: {variant}", taken[variant], "plain", taken["plain"], note=note)
+        low, high = line["spread"]
+        print(f"  {variant:22s} x {line['ratio']:.3f}   quartiles {low:.3f} .. {high:.3f}")
+        lines.append(line)
+    print(f"  resolved: differences above about {least} (twice the standard error of A/A)")
+    return lines
 
 
 @contextmanager

@@ -9,21 +9,63 @@
 """
 
 import argparse
+import itertools
 import json
+import random
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 
-def add_option(parser: argparse.ArgumentParser) -> None:
+def command_line(doc: str | None, rounds: int | None = None, least: int = 1) -> argparse.ArgumentParser:
+    """The options of every benchmark: `--json`, and `--rounds` where it has some, of which its figures need `least`."""
+
+    def enough(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"at least {least}, got {text}")
+        return int(text)
+
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results, one JSON object a line")
+    if rounds:
+        parser.add_argument("--rounds", type=enough, default=rounds, help="of each comparison (default: %(default)s)")
+    return parser
 
 
-def check_rounds(parser: argparse.ArgumentParser, rounds: int, least: int = 1) -> None:
-    """Refuse fewer rounds than the figures need, before anything is measured."""
-    if rounds < least:
-        parser.error(f"--rounds: at least {least}, got {rounds}")
+def cpu_seconds(call: Callable[[], object]) -> float:
+    """CPU time of a call, of this process and all its threads."""
+    began = time.process_time()
+    call()
+    return time.process_time() - began
+
+
+def allocated_peak(run: Callable[[], object]) -> int:
+    """Largest number of bytes that torch held at once beyond what it held before."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate((e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())), initial=0))
+
+
+def in_turns(
+    calls: Mapping[Any, Callable[[], Any]],
+    rounds: int,
+    seconds: Callable[[Any], float] = cpu_seconds,
+    shuffled: bool = False,
+) -> dict[Any, list[float]]:
+    """Seconds of every call in each round, in which each is made once, after one round that warms up; in the order
+    given, or in another each round."""
+    found: dict[Any, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name in random.sample(list(calls), len(calls)) if shuffled else calls:
+            taken = seconds(calls[name])
+            if number:
+                found[name].append(taken)
+    return found
 
 
 def row(
@@ -38,8 +80,8 @@ def row(
     """One result: seconds of each round, those of the peer in the same rounds, and the limit in seconds."""
     ratio = spread = None
     if peer_seconds:
-        ratios = [a / b for a, b in zip(seconds, peer_seconds, strict=True)]
-        ratio, spread = statistics.median(ratios), quartiles(ratios)
+        of_rounds = ratios(seconds, peer_seconds)
+        ratio, spread = statistics.median(of_rounds), quartiles(of_rounds)
     return {
         "benchmark": benchmark,
         "case": case,
@@ -51,6 +93,18 @@ def row(
         "spread": spread,
         "note": note,
     }
+
+
+def ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> list[float]:
+    """Of each round."""
+    return [a / b for a, b in zip(seconds, peer_seconds, strict=True)]
+
+
+def resolved(same: Sequence[float]) -> float:
+    """What ratios can tell from 1, by those of two equal sides: twice the standard error of their median, which is
+    1.2533 (IQR / 1.349) / sqrt(n)."""
+    low, high = quartiles(same)
+    return 2 * 1.2533 * (high - low) / 1.349 / len(same) ** 0.5
 
 
 def quartiles(values: Sequence[float]) -> list[float]:

@@ -7,18 +7,17 @@ four updates), in one process that takes both sides in turns: forward and backwa
 under replay, and a whole cycle without a scoring pass. Unequal lengths come of an end token.
 """
 
-import argparse
 import contextlib
 import io
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from against_trl import GROUP, LENGTH, PROMPTS, UPDATES, Sums, parts
-from rows import add_option, row, write
+from against_trl import GROUP, LENGTH, PROMPTS, UPDATES, Sums, model_of
+from rows import command_line, cpu_seconds, row, write
 
 from moe_rl.measure import check_shared_prompts, share_prompts, token_logps
 from moe_rl.processes import keep_freed_memory
@@ -36,15 +35,13 @@ def in_turns(one: Callable[[int], Any], other: Callable[[int], Any], rounds: int
     seconds: list[list[float]] = [[], []]
     for turn in range(WARMUP + rounds):
         for side in ((0, 1), (1, 0))[turn % 2]:
-            began = time.process_time()
-            (one, other)[side](turn)
-            seconds[side].append(time.process_time() - began)
+            seconds[side].append(cpu_seconds(partial((one, other)[side], turn)))
     return [side[WARMUP:] for side in seconds]
 
 
 def update(ragged: bool, rounds: int) -> tuple[list[list[float]], str]:
     """Both sides of one minibatch, and how many places they compute."""
-    model, tokenizer = model_of(ragged)
+    model, tokenizer = model_of("sorted_mm", ragged)
     rng, task = seeded_random(0, "prompts"), Sums()
     problems = [task.problem(rng) for _ in range(PROMPTS // UPDATES)]
     generator = seeded_generator(0, "sample", 0)
@@ -71,7 +68,7 @@ def cycle(ragged: bool, rounds: int) -> list[list[float]]:
     """Both sides of a cycle; a learning rate that keeps the lengths as they are."""
 
     def side(shared: bool) -> Callable[[int], None]:
-        model, tokenizer = model_of(ragged)
+        model, tokenizer = model_of("sorted_mm", ragged)
         sizes = {"prompts": PROMPTS, "group_size": GROUP, "num_minibatches": UPDATES, "learning_rate": 1e-9}
 
         def run(turn: int) -> None:
@@ -83,20 +80,8 @@ def cycle(ragged: bool, rounds: int) -> list[list[float]]:
     return in_turns(side(True), side(False), rounds)
 
 
-def model_of(ragged: bool) -> tuple[Any, Any]:
-    model, tokenizer = parts("sorted_mm", ragged)
-    if not ragged:
-        tokenizer.eos_token = None
-    return model, tokenizer
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40, help="pairs of each case (default: 40)")
-    add_option(parser)
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error(f"--rounds: at least 1, got {options.rounds}")
+    options = command_line(__doc__, rounds=40).parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     rows = []

@@ -186,9 +186,9 @@ def test_our_side_of_the_comparison_with_trl_is_the_example_as_it_is(benchmark, 
     assert len(trl.ours(None, True, False, False, 1)) == 2
 
 
-def test_the_first_round_of_log_probabilities_warms_up(benchmark, monkeypatch):
-    logprobs, now = benchmark("logprobs"), [0.0]
-    monkeypatch.setattr(logprobs.time, "process_time", lambda: now[0])
+def test_the_first_round_warms_up(benchmark, monkeypatch):
+    rows, now = benchmark("rows"), [0.0]
+    monkeypatch.setattr(rows.time, "process_time", lambda: now[0])
 
     def takes(first, later):
         seconds = iter([first, later, later])
@@ -198,8 +198,8 @@ def test_the_first_round_of_log_probabilities_warms_up(benchmark, monkeypatch):
 
         return run
 
-    ratios, base = logprobs.interleaved({"one": takes(64.0, 2.0), "other": takes(4.0, 4.0)}, 2)
-    assert base == [2.0, 2.0] and ratios == {"one": [1.0, 1.0], "other": [2.0, 2.0]}
+    seconds = rows.in_turns({"one": takes(64.0, 2.0), "other": takes(4.0, 4.0)}, 2)
+    assert seconds == {"one": [2.0, 2.0], "other": [4.0, 4.0]}
 
 
 def test_the_limit_of_a_comparison_is_to_read_the_bytes_that_it_reads(benchmark, monkeypatch, tmp_path):
@@ -248,7 +248,7 @@ def test_the_committed_page_is_what_was_recorded(benchmark):
 
 def test_every_benchmark_is_run_and_together_in_time(benchmark):
     bench, gpu = benchmark("bench"), benchmark("gpu")
-    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if "\n    add_option(" in path.read_text()}
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if "= command_line(" in path.read_text()}
     assert len({part.name for part in bench.parts()}) == len(bench.parts())
     run = {part.command.split()[0].split("/")[1] for part in (*bench.parts(), *gpu.parts(megablocks=True))}
     assert run == scripts >= {"against_trl.py", "cost.py", "experts.py", "host_syncs.py", "routing_overhead.py"}

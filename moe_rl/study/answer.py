@@ -4,7 +4,7 @@ Written by rule from the comparisons' verdicts. The first line is there for comp
 GRPO nor of GSPO with either; a study without the second or third question says how many runs failed instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from moe_rl.study.arms import condition_label, dose_label, full_label
@@ -56,9 +56,12 @@ def answer(data: StudyData) -> Answer:
     gspo = [p for p in pairs if _methods(data, p) in (("gspo", NO_REPLAY), ("gspo", REPLAY))]
     others = [p for p in pairs if p not in replay and p not in gspo]
     told = [_resolved(data, others)] if others or not pairs else []
-    told += [_need(data, replay)] if replay else []
-    told += [_without(data, gspo)] if gspo else []
-    told += [_failures(data)] if len(told) < 2 else []
+    named: dict[str, None] = {}  # arms of which an earlier line says how many runs failed
+    for question, asked in ((_need, replay), (_without, gspo)):
+        if asked:
+            told.append(question(data, asked, _failures_of(data, asked, named)))
+            named |= _arms(asked)
+    told += [_failures(data, named)] if len(told) < 2 else []
     lines = (*told, Line("What can n say?", _seeds(data, pairs), minus(f"{power_sentence(data)}{_left(data)}")))
     undeclared = "" if declared(data) is not None else "These comparisons were not declared in the study file. "
     note = f"{undeclared}Difference of final reward, paired by seed. p adjusted for the number of comparisons."
@@ -69,7 +72,11 @@ def _methods(data: StudyData, pair: Pair) -> tuple[str, str]:
     return str(data.arms["method"][pair.arm]), str(data.arms["method"][pair.other])
 
 
-def _need(data: StudyData, pairs: Sequence[Pair]) -> Line:
+def _arms(pairs: Sequence[Pair]) -> dict[str, None]:
+    return dict.fromkeys(arm for pair in pairs for arm in (pair.other, pair.arm))
+
+
+def _need(data: StudyData, pairs: Sequence[Pair], failures: str) -> Line:
     words = {
         Verdict.HIGHER: "yes",
         Verdict.LOWER: "no, replay ended lower",
@@ -78,10 +85,10 @@ def _need(data: StudyData, pairs: Sequence[Pair]) -> Line:
         Verdict.NOT_RESOLVED: "not resolved",
         Verdict.TOO_FEW: "too few seeds",
     }
-    return Line("Did GRPO need replay?", _answers(data, pairs, words), _failures_of(data, pairs))
+    return Line("Did GRPO need replay?", _answers(data, pairs, words), failures)
 
 
-def _without(data: StudyData, pairs: Sequence[Pair]) -> Line:
+def _without(data: StudyData, pairs: Sequence[Pair], failures: str) -> Line:
     """GSPO against replay where that was compared, else against GRPO."""
     with_replay = {p.noise for p in pairs if _methods(data, p)[1] == REPLAY}
     told = [p for p in pairs if _methods(data, p)[1] == REPLAY or p.noise not in with_replay]
@@ -93,7 +100,7 @@ def _without(data: StudyData, pairs: Sequence[Pair]) -> Line:
         Verdict.NOT_RESOLVED: "not resolved",
         Verdict.TOO_FEW: "too few seeds",
     }
-    return Line("Did GSPO do without replay?", _answers(data, told, words, against=True), _failures_of(data, pairs))
+    return Line("Did GSPO do without replay?", _answers(data, told, words, against=True), failures)
 
 
 def _answers(data: StudyData, pairs: Sequence[Pair], words: dict[Verdict, str], against: bool = False) -> str:
@@ -127,17 +134,20 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _failures_of(data: StudyData, pairs: Sequence[Pair]) -> str:
-    """Which of the compared arms' runs failed."""
+def _failures_of(data: StudyData, pairs: Sequence[Pair], named: Collection[str]) -> str:
+    """Which of the compared arms' runs failed; of those that are not `named` already."""
     if not run_outcomes(data)["start"].notna().any():
-        return "No run recorded its reward at step 0, so it cannot be told which failed."
-    arms = list(dict.fromkeys(arm for pair in pairs for arm in (pair.other, pair.arm)))
+        return "" if named else "No run recorded its reward at step 0, so it cannot be told which failed."
+    arms = [arm for arm in _arms(pairs) if arm not in named]
+    if not arms:
+        return ""
     table = final_rewards(data).set_index("arm", drop=False).loc[arms]
     failed = by_arm(data, table)
     which = "other finished" if untold(table) else "finished"
-    text = f"Runs that failed: {listed(failed)}." if failed else f"None of these arms' {which} runs failed."
+    these, of = ("the other", " of the other arms") if named else ("these", "")
+    text = f"Runs{of} that failed: {listed(failed)}." if failed else f"None of {these} arms' {which} runs failed."
     if not table["judged"].any():
-        text = "" if table["finished"].any() else "No run of these arms has finished."
+        text = "" if table["finished"].any() else f"No run of {these} arms has finished."
     return f"{text}{untold(table)}"
 
 
@@ -169,14 +179,15 @@ def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
     return Line("Do the arms differ?", words, f"{_capital(rest)}.")
 
 
-def _failures(data: StudyData) -> Line:
+def _failures(data: StudyData, named: Collection[str]) -> Line:
     table = final_rewards(data)
-    failed = by_arm(data, table)
+    failed = by_arm(data, table[~table["arm"].isin(list(named))])
     total, runs = int(table["failed"].sum()), int(table["judged"].sum())
     if not run_outcomes(data)["start"].notna().any():
         return Line("Did runs fail?", "Cannot be told", "No run recorded its reward at step 0.")
     every = "Every other finished run" if untold(table) else "Every finished run"
-    text = f"Failed: {listed(failed)}." if failed else f"{every} gained more than 0.1 over its reward at step 0."
+    text = "" if total else f"{every} gained more than 0.1 over its reward at step 0."
+    text = f"{'Runs of the other arms that failed' if named else 'Failed'}: {listed(failed)}." if failed else text
     if not runs:
         text = "" if table["finished"].any() else "No run has finished."
     return Line("Did runs fail?", f"{total} of {count(runs, 'finished run')}", f"{text}{untold(table)}")

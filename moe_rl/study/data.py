@@ -39,13 +39,7 @@ from moe_rl.study.folders import (
 )
 from moe_rl.study.words import not_mathematics
 
-FIELDS = dict(
-    zip(
-        KINDS,
-        ("rollouts", "updates", "probes", "evals", "timings", "engines", "decompositions", "floors"),
-        strict=True,
-    )
-)
+FIELDS = {kind: "timings" if kind == "step" else f"{kind}s" for kind in KINDS}
 """Kind of row -> field of StudyData that holds it."""
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -209,53 +208,47 @@ def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000, level:
         raise ValueError(
             "no finished run has more steps than its signals would be read from; see --steps and --rounding"
         )
-    ends, rows = partial(_ends, level=level), []
+    rows = []
     for steps, table in everything.groupby("steps"):
         bad, final = table["bad"].to_numpy(bool), table["final"].to_numpy(float)
         clusters = [np.flatnonzero(table["cold_start"] == c) for c in sorted(table["cold_start"].unique())]
         generator = np.random.default_rng(0)
-        draws = [
+        draws = [np.arange(len(table))]  # all runs once, and the resamples
+        draws += [
             np.concatenate([clusters[i] for i in generator.integers(len(clusters), size=len(clusters))])
             for _ in range(resamples)
         ]
-        arm, once = arms_of(table), np.ones(len(table))
-        pairs = pairs_within(bad, arm)
         counts = [np.bincount(d, minlength=len(table)) for d in draws]
+        arm = arms_of(table)
+        pairs = pairs_within(bad, arm)
         reward = table.get(REWARD, pd.Series(np.nan, table.index)).to_numpy(float)
         for name in (REWARD, *SHARES, *PROBE_SIGNALS, *UPDATE_SIGNALS):
             if name not in table:
                 continue
             values = table[name].to_numpy(float)
-            area = [auc(values[d], bad[d]) for d in draws]
-            within = [auc_within(values, pairs, times) for times in counts]
-            correlations = [rank_correlation(values[d], final[d]) for d in draws]
-            own, beyond = correlations_within(values, final, reward, arm, once)
-            among = [correlations_within(values, final, reward, arm, times) for times in counts]
+            among = np.array([correlations_within(values, final, reward, arm, times) for times in counts])
+            known = np.isfinite(values)
             rows.append(
                 {
                     "signal": name,
                     "steps": steps,
-                    "runs": int(np.isfinite(values).sum()),
-                    "bad": int(bad[np.isfinite(values)].sum()),
-                    "auc": auc(values, bad),
-                    **ends("auc", area),
-                    "within": auc_within(values, pairs, once),
-                    **ends("within", within),
-                    "pairs": int(np.isfinite(values[pairs[0]] + values[pairs[1]]).sum()),
-                    "correlation": rank_correlation(values, final),
-                    **ends("correlation", correlations),
-                    "correlation_within": own,
-                    **ends("correlation_within", [a for a, _ in among]),
-                    "beyond_reward": beyond,
-                    **ends("beyond_reward", [b for _, b in among]),
+                    "runs": int(known.sum()),
+                    "bad": int(bad[known].sum()),
+                    **_with_ends("auc", [auc(values[d], bad[d]) for d in draws], level),
+                    **_with_ends("within", [auc_within(values, pairs, times) for times in counts], level),
+                    "pairs": int((known[pairs[0]] & known[pairs[1]]).sum()),
+                    **_with_ends("correlation", [rank_correlation(values[d], final[d]) for d in draws], level),
+                    **_with_ends("correlation_within", among[:, 0], level),
+                    **_with_ends("beyond_reward", among[:, 1], level),
                 }
             )
     return pd.DataFrame(rows)
 
 
-def _ends(name: str, draws: list[float], level: float) -> dict[str, float]:
+def _with_ends(name: str, values: Sequence[float] | np.ndarray, level: float) -> dict[str, float]:
+    """A number with its interval: the first of `values` is of all runs, the others of resamples."""
+    first, *draws = map(float, values)
     known = [d for d in draws if np.isfinite(d)]
-    low, high = (
-        np.quantile(known, [(1 - level) / 2, (1 + level) / 2]) if len(known) > len(draws) / 2 else (np.nan, np.nan)
-    )
-    return {f"{name}_low": float(low), f"{name}_high": float(high)}
+    enough = len(known) > len(draws) / 2
+    low, high = np.quantile(known, [(1 - level) / 2, (1 + level) / 2]) if enough else (np.nan, np.nan)
+    return {name: first, f"{name}_low": float(low), f"{name}_high": float(high)}

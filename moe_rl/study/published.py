@@ -1,10 +1,8 @@
 """The committed tables of a study, and the same study run again elsewhere: another processor is another rounding."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from itertools import combinations
-from operator import itemgetter
 from pathlib import Path
 
 import pandas as pd
@@ -165,21 +163,16 @@ def published_differences(results: Path, declared: Mapping[str, Mapping[str, Dec
     )
 
 
-def _lost(weight_format: str, runs: pd.DataFrame) -> pd.Series:
-    return runs["training"] - runs[weight_format]
-
-
-KINDS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
-    "final": lambda runs: runs["final"],
-    "held_out": lambda runs: runs["held_out"],
-    "held_out_less_final": lambda runs: runs["held_out"] - runs["final"],
-    "by_training": lambda runs: runs["training"],
-    **{f"by_{name}": itemgetter(name) for name in WEIGHT_FORMATS},
-    **{f"lost_by_{name}": partial(_lost, name) for name in WEIGHT_FORMATS},
+KINDS: dict[str, tuple[str, ...]] = {
+    "final": ("final",),
+    "held_out": ("held_out",),
+    "held_out_less_final": ("held_out", "final"),
+    **{f"by_{name}": (name,) for name in ("training", *WEIGHT_FORMATS)},
+    **{f"lost_by_{name}": ("training", name) for name in WEIGHT_FORMATS},
 }
-"""Final reward is of responses that the rollout engine samples, held out of ones that the training engine does. The
-others are of `both_engines.csv`: the same last policies, prompts and random numbers by the training engine and by
-copies with weights of these formats."""
+"""What of a run -> its column, and the one that is taken from it. Final reward is of responses that the rollout engine
+samples, held out of ones that the training engine does. The others are of `both_engines.csv`: the same last policies,
+prompts and random numbers by the training engine and by copies with weights of these formats."""
 
 
 def published_values(
@@ -215,11 +208,12 @@ def published_values(
     repeated, _ = _study_of(results / study)
     rows = table.set_index([table["rounding"].rename(None), table["seed"].rename(None)])
     try:
-        found = KINDS[of](rows)
+        found, *less = (rows[name] for name in KINDS[of])
     except KeyError as error:
         raise ResultsError(
             f"{name}: {study} has no both_engines.csv with the column {error} (analysis/both_engines.py)"
         ) from error
+    found = found - less[0] if less else found
     if without_failed:
         found = found.mask(rows["failed"].astype(bool))
     arm, *other = (found[rows["arm"] == one] for one in arms)

@@ -3,7 +3,7 @@
 import json
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequ
         "number": lambda value: f"{value:.3f}".replace("-", "−") if np.isfinite(value) else "–",
     }
     differ, shared = arm_settings(data)
-    seeds = data.arms["seeds"].map(len)
+    seeds = final_rewards(data)["n"]
     return render_page(
         "study/report.html.j2",
         filters,
@@ -187,24 +187,18 @@ def _own_limits(data: StudyData) -> list[str]:
         found.append(f"Unfinished runs are included as far as they got: {runs}.")
     if data.not_started:
         found.append(f"Runs that have not started yet: {', '.join(data.not_started)}.")
-    asked: dict[str, set[str]] = {}
-    for run in data.runs:
-        asked.setdefault(_plain(run.config.get("task")), set()).add(str(run.environment.get("task_sha256", "")))
-    if any(len(digests - {""}) > 1 for digests in asked.values()):
+    if _unlike(data, "task_sha256", lambda run: _plain(run.config.get("task"))):
         found.append(
             "The task's problems are not the same in all runs (task_sha256 of the environment): its data or code "
             "changed between them."
         )
-    starts: dict[tuple[int, str, str], set[str]] = {}
-    for run in data.runs:
-        like = (run.seed, _plain(run.config.get("task")), _plain(run.config.get("model")))
-        starts.setdefault(like, set()).add(str(run.environment.get("weights_sha256", "")))
-    apart = sorted({seed for (seed, *_), digests in starts.items() if len(digests - {""}) > 1})
-    if apart:
+    like = "task", "model"
+    apart = _unlike(data, "weights_sha256", lambda run: (run.seed, *(_plain(run.config.get(name)) for name in like)))
+    if seeds := sorted({seed for seed, *_ in apart}):
         found.append(
             "Runs of one seed, task and model did not all begin from the same weights (weights_sha256 of the "
             "environment), as happens where cold starts were made on several machines: seed "
-            f"{listed(map(str, apart))}. They are paired by seed all the same, and their differences hold that of the "
+            f"{listed(map(str, seeds))}. They are paired by seed all the same, and their differences hold that of the "
             "starts."
         )
     elsewhere = [run.name for run in data.runs if len(environments(run.environment)) > 1]
@@ -219,6 +213,14 @@ def _own_limits(data: StudyData) -> list[str]:
             "The source tree had uncommitted changes when runs were made, so the commit alone does not give it."
         )
     return found + [f"Note from reading the runs: {note}." for note in data.notes]
+
+
+def _unlike(data: StudyData, digest: str, alike: Callable[[Run], Any]) -> list[Any]:
+    """What runs have in common that differ in a digest of their environment."""
+    found: dict[Any, set[str]] = {}
+    for run in data.runs:
+        found.setdefault(alike(run), set()).add(str(run.environment.get(digest, "")))
+    return [key for key, digests in found.items() if len(digests - {""}) > 1]
 
 
 def _silence(run: Run) -> str:

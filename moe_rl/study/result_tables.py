@@ -15,14 +15,7 @@ from moe_rl.study.comparing import comparison_table
 from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.early_warning import run_signals
 from moe_rl.study.figures.gallery.decomposition import PARTS, share_table
-from moe_rl.study.figures.gallery.depth_width import (
-    AXES,
-    FEWEST,
-    QUANTITIES,
-    power_law,
-    power_laws,
-    size_rows,
-)
+from moe_rl.study.figures.gallery.depth_width import AXES, FEWEST, QUANTITIES, power_law, power_laws, size_rows
 from moe_rl.study.figures.gallery.design_effect import design_effects
 from moe_rl.study.figures.gallery.engine_mismatch import engine_table
 from moe_rl.study.figures.gallery.gradient_bias import gradient_table
@@ -94,7 +87,10 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     if len(data.decompositions):
         shares = share_table(data).pivot(index=["arm", "seed", "level", "update"], columns="part", values="share")
         found["decomposition"] = seed_means(shares.reset_index(), ["arm", "level", "update"], list(PARTS))
-        found["routing_noise"] = _noise_ratios(data)
+        ratios = [(pair, pair.result.difference.exp()) for pair in routing_noise_ratios(data)]
+        found["routing_noise"] = pd.DataFrame(
+            {"arm": pair.arm, "other": pair.other, "n": ratio.n, **ratio.columns("ratio")} for pair, ratio in ratios
+        )
         found["decomposed_probes"] = data.decompositions[["arm", "seed", "step", "update", *DECOMPOSED]]
     if len(data.engines):
         found["engines"] = seed_means(engine_table(data).drop(columns="clip_low"), ["arm", "routing"])
@@ -109,7 +105,9 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     if "site_max_vio" in data.probes and "max_vio" in data.updates:
         found["balance"] = seed_means(_balance(data), ["arm"])
     if "old_tokens" in data.rollouts:
-        found["versions"] = _versions(data)
+        names = ["old_tokens", "version_age", "version_age_max"]  # the share that earlier weights wrote; steps
+        ages = data.rollouts.dropna(subset=["old_tokens"]).groupby(["arm", "seed"])[names].mean()
+        found["versions"] = seed_means(ages.reset_index(), ["arm"])
     if len(data.route_files):
         if len(by_load := change_by_load(data)):
             found["change_by_load"] = seed_means(by_load, ["arm", "load"])
@@ -223,16 +221,15 @@ def update_outcomes(data: StudyData) -> pd.DataFrame:
     predicted routes `predictor_kl` and `predictor_kl_unmoved` (means); of engine corrections the mean weight of a token
     over updates, and the shares of all updates' tokens that were dropped and truncated."""
     rows, keys = data.updates, ["arm", "seed"]
-    found = rows.groupby(keys, sort=False, observed=True)["grad_norm"].agg(grad_norm="median", grad_norm_largest="max")
+    of_run = rows.groupby(keys, sort=False, observed=True)
+    found = of_run["grad_norm"].agg(grad_norm="median", grad_norm_largest="max")
     if {"tokens", "clipped_tokens", "clipped_low_tokens"} <= set(rows):
         found.insert(0, "clipped", pooled_rate(rows, "clipped_tokens", "tokens", keys))
         found.insert(1, "clipped_low", pooled_rate(rows, "clipped_low_tokens", "clipped_tokens", keys))
     if "predictor_kl" in rows:
-        found = found.join(
-            rows.groupby(keys, sort=False, observed=True)[["predictor_kl", "predictor_kl_unmoved"]].mean()
-        )
+        found = found.join(of_run[["predictor_kl", "predictor_kl_unmoved"]].mean())
     if "correction_weight_mean" in rows:
-        found["correction_weight"] = rows.groupby(keys, sort=False, observed=True)["correction_weight_mean"].mean()
+        found["correction_weight"] = of_run["correction_weight_mean"].mean()
         for what in ("dropped", "truncated"):
             found[f"correction_{what}"] = pooled_rate(rows, f"correction_{what}_tokens", "tokens", keys)
     return found.reset_index()
@@ -277,22 +274,6 @@ def _balance(data: StudyData) -> pd.DataFrame:
     live = last["site_max_vio"].map(lambda sites: float(np.nanmean(np.asarray(sites, dtype=float))))
     trained = data.updates.groupby(keys)["max_vio"].mean().rename("trained_max_vio")
     return pd.concat([live.rename("max_vio"), trained], axis=1).reset_index()
-
-
-def _versions(data: StudyData) -> pd.DataFrame:
-    """Whose tokens a batch has, means over steps: `old_tokens`, the share that earlier weights wrote; `version_age`,
-    steps."""
-    names = ["old_tokens", "version_age", "version_age_max"]
-    mixed = data.rollouts.dropna(subset=["old_tokens"])
-    return seed_means(mixed.groupby(["arm", "seed"])[names].mean().reset_index(), ["arm"])
-
-
-def _noise_ratios(data: StudyData) -> pd.DataFrame:
-    """By how much the routing variance under one method's training is that under another's (`routing_noise_ratios`)."""
-    return pd.DataFrame(
-        {"arm": pair.arm, "other": pair.other, "n": pair.result.n, **pair.result.difference.exp().columns("ratio")}
-        for pair in routing_noise_ratios(data)
-    )
 
 
 def environment_of(data: StudyData) -> dict[str, Any]:

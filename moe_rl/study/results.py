@@ -33,7 +33,7 @@ from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES
 from moe_rl.study.published import RESULTS, ResultsError, against_published, tables_of_repetition
 from moe_rl.study.result_tables import environment_of, result_tables
 from moe_rl.study.statistics import Verdict
-from moe_rl.study.words import markdown_table, minus, probability
+from moe_rl.study.words import csv_text, markdown_table, minus, probability
 
 
 def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
@@ -59,10 +59,7 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
     for old in folder.glob("*.csv"):
         if old.stem not in tables and old.stem not in OF_POLICIES:
             old.unlink()
-    contents = {
-        f"{name}.csv": table.to_csv(index=False, float_format=DIGITS.get(name, "%.6g"), lineterminator="\n")
-        for name, table in tables.items()
-    }
+    contents = {f"{name}.csv": csv_text(table, DIGITS.get(name, "%.6g")) for name, table in tables.items()}
     contents["env.json"] = json.dumps(environment_of(data), indent=1, default=str, ensure_ascii=False) + "\n"
     return [write_atomic(folder / name, content.encode()) for name, content in contents.items()]
 
@@ -243,16 +240,17 @@ def _beside(table: pd.DataFrame, keys: list[str], by: str, cells: dict[str, Colu
 _difference = _interval("+.3f", "difference", "low", "high")
 
 
-def _judged(row: dict[str, Any]) -> str:
+def _judged(row: dict[str, Any], between: str = ", ") -> str:
     """A difference, and its verdict where it has one."""
-    return _difference(row) + (f", {row['verdict']}" if row["verdict"] else "")
+    verdict = row["verdict"]
+    return _difference(row) + (f"{between}{verdict}" if pd.notna(verdict) and verdict else "")
 
 
 def _by_rounding(table: pd.DataFrame) -> pd.DataFrame:
     """The table `roundings` as pages show it: one row for each comparison, its roundings beside each other."""
     pairs = table["arm"] + " − " + table["other"]
     n = table.groupby(pairs)["n"].agg(lambda n: ", ".join(map(str, n.unique())))
-    table = table.assign(difference_of=pairs, n=pairs.map(n), verdict=table["verdict"].fillna(""))
+    table = table.assign(difference_of=pairs, n=pairs.map(n))
     wide = _beside(table, ["difference_of", "n", "survival"], "rounding", {"{}": _judged})
     wide.insert(len(wide.columns) - 1, "conclusion", wide.pop("survival"))
     return wide.rename(columns={"difference_of": "difference"})
@@ -264,7 +262,7 @@ def _conclusions(table: pd.DataFrame) -> Iterator[str]:
     for (arm, other), part in table.groupby(["arm", "other"], sort=False):
         yield f"{arm} − {other}: {part['survival'].iloc[0]}"
         for row in _records(part):
-            yield f"  {row['rounding']:{width}}  n = {row['n']:<2}  {_difference(row)}  {row['verdict'] or ''}".rstrip()
+            yield f"  {row['rounding']:{width}}  n = {row['n']:<2}  {_judged(row, '  ')}"
 
 
 def _by_steps(table: pd.DataFrame) -> pd.DataFrame:
@@ -277,17 +275,11 @@ def _by_steps(table: pd.DataFrame) -> pd.DataFrame:
     return _beside(table.rename(columns={"bad": "ended badly"}), ["signal", "runs", "ended badly"], "steps", cells)
 
 
-def _by_update(table: pd.DataFrame) -> pd.DataFrame:
-    """The table `decomposition` as pages show it: the share of routing, updates beside each other."""
-    return _beside(table, ["arm", "level", "n"], "update", {"routing, %, update {}": _percent("routing", 0)})
-
-
 def _costs_by_rounding(table: pd.DataFrame) -> pd.DataFrame:
     """The table `rounding_costs` as pages show it: of what rounding costs, its roundings beside each other."""
     table = table[table["of"].str.startswith("lost_by_")]
-    table = table.assign(verdict=table["verdict"].fillna(""))
-    table["rounded to"] = table["of"].str.removeprefix("lost_by_")
-    table["difference of"] = table["arm"] + " − " + table["other"]
+    rounded, pairs = table["of"].str.removeprefix("lost_by_"), table["arm"] + " − " + table["other"]
+    table = table.assign(**{"rounded to": rounded, "difference of": pairs})
     return _beside(table, ["rounded to", "difference of", "n"], "rounding", {"{}": _judged})
 
 
@@ -301,12 +293,14 @@ def _engine_rewards(table: pd.DataFrame) -> pd.DataFrame:
     return table[["arm", "n", *names]].rename(columns=heads)
 
 
-WIDE = {
+WIDE: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
     "rounding_costs": _costs_by_rounding,
     "engine_rewards": _engine_rewards,
     "roundings": _by_rounding,
     "early_warning": _by_steps,
-    "decomposition": _by_update,
+    "decomposition": lambda table: _beside(
+        table, ["arm", "level", "n"], "update", {"routing, %, update {}": _percent("routing", 0)}
+    ),
 }
 """Tables that pages show in another shape than the CSV has."""
 

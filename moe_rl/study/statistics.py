@@ -51,10 +51,12 @@ class Interval:
         """Of what this is the logarithm of."""
         return replace(self, estimate=exp(self.estimate), low=exp(self.low), high=exp(self.high))
 
+    def text(self, form: str) -> str:
+        """Each number in this form; the estimate alone where there is no interval."""
+        return f"{self.estimate:{form}}" + (f" [{self.low:{form}}, {self.high:{form}}]" if self.known else "")
+
     def __str__(self) -> str:
-        if not self.known:
-            return f"{self.estimate:.3f} (n={self.n}, no interval)"
-        return f"{self.estimate:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return self.text(".3f") + ("" if self.known else f" (n={self.n}, no interval)")
 
 
 def _finite(values: Numbers) -> np.ndarray:

@@ -82,6 +82,11 @@ def markdown_table(heads: list[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
+def csv_text(table: pd.DataFrame, digits: str = "%.6g") -> str:
+    """A table as our CSV files hold it: without its index, the same bytes on every system."""
+    return table.to_csv(index=False, float_format=digits, lineterminator="\n")
+
+
 def listed(items: Iterable[str]) -> str:
     return ", ".join(items)
 

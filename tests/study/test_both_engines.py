@@ -108,6 +108,9 @@ def test_arms_are_told_apart_by_what_rounding_costs_them_as_one_family_of_all_fo
     assert told["difference"]["lost_by_int4"] == pytest.approx(-0.1 + 0.01 / 9)
     pooled = found[found["rounding"] == "pooled"]
     assert pooled["difference"].tolist() == pytest.approx(told["difference"].tolist()) and not pooled["verdict"].any()
+    lacking = table[(table["seed"] > 0) | (table["rounding"] == "native")]
+    counts = SCRIPT["comparisons"](lacking, ["int4"], [("old", "fp32")], 0.05).groupby("rounding", sort=False)["n"]
+    assert counts.max().to_dict() == {"native": 9, "avx2": 8, "pooled": 8}, "seeds that every rounding has"
     page = markdown("rounding_costs", found)
     assert "| int4 | old − fp32 | 9 | −0.099 [−0.101, −0.096], lower | −0.099 [−0.101, −0.096], lower |" in page
     rewards = markdown("engine_rewards", SCRIPT["summary"](table, ["int4", "mxfp4"]))

@@ -331,7 +331,19 @@ def test_arms_of_one_label_that_failed_are_told_apart():
     study = study_of({"grpo": (0.2,) * 8, "grpo_noise": (0.2,) * 8, "gspo_noise": (0.8,) * 8})
     declared = {**study.config, "comparisons": [["gspo_noise", "grpo_noise"]]}
     lines = answer(replace(study, evals=at_start(study, 0.15), config=declared)).lines
-    assert lines[1].text == "Failed: GRPO: 8 of 8, GRPO, noise σ = 1: 8 of 8."
+    assert lines[0].text == "Runs that failed: GRPO, noise σ = 1: 8 of 8."
+    assert lines[1].answer == "16 of 24 finished runs"
+    assert lines[1].text == "Runs of the other arms that failed: GRPO: 8 of 8.", "nothing is said twice"
+
+
+def test_runs_that_failed_are_named_in_one_line_of_the_first_answer():
+    study = study_of({"grpo": (0.2,) * 8, "grpo_replay": EIGHT, "gspo": (0.2,) * 8})
+    need, without, _ = answer(replace(study, evals=at_start(study, 0.15))).lines
+    assert need.text == "Runs that failed: GRPO: 8 of 8."
+    assert without.text == "Runs of the other arms that failed: GSPO: 8 of 8."
+    later = replace(study, rollouts=study.rollouts.assign(step=study.rollouts["step"] + 1))
+    said = [line.text for line in answer(later).lines[:2]]
+    assert said == ["No run recorded its reward at step 0, so it cannot be told which failed.", ""]
 
 
 def test_a_family_too_large_for_n_is_said():

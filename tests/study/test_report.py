@@ -119,6 +119,14 @@ def test_a_single_unfinished_seed_makes_a_page_without_intervals(tmp_path):
     assert "gspo/seed0" in page
 
 
+def test_intervals_of_the_table_are_of_the_runs_that_have_a_reward(tmp_path):
+    """A folder in which nothing was written yet is no seed of an interval."""
+    data = load(write_study(tmp_path / "s", ("grpo",), tuple(range(6)), 3, sequences=2, tokens_every=9))
+    assert "Intervals: 95 % Student over 6 seeds." in render_report(data, [])
+    begun = replace(data, rollouts=data.rollouts.query("seed < 5"), evals=data.evals.query("seed < 5"))
+    assert "Bars and bands: the range of the 5 seeds, which is no confidence interval." in render_report(begun, [])
+
+
 def test_arms_of_a_seed_that_began_from_other_weights_are_a_limit(folder):
     data = load(folder)
 

@@ -1,6 +1,6 @@
 """Figures of lines: one table per arm (rows x, columns seeds), drawn as mean and interval over seeds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from moe_rl.study.figures.layout import (
     Limits,
     arm_grid,
     condition_panels,
+    crowded,
     drawn_arms,
     grey_background,
     label_grid,
@@ -25,6 +26,7 @@ from moe_rl.study.figures.layout import (
     same_axes,
     shown,
 )
+from moe_rl.study.figures.rows import Column, Dots, arm_rows
 from moe_rl.study.figures.style import THIN_LINES, Look, arm_colour, arm_looks, legend_above, log_y, step_axis
 from moe_rl.study.outcomes import final_rewards
 from moe_rl.study.statistics import seed_band
@@ -116,6 +118,48 @@ def collapse_note(data: StudyData) -> str:
     """What the crosses are, where there are some."""
     fell = bool(final_rewards(data)["collapsed"].any())
     return f" ×: step at which a run collapsed ({COLLAPSE_RULE})." if fell else ""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A row of `by_step`: the tables of its arms, its label, what it is multiplied by; `log`: on a log axis, `zero`:
+    on one that begins there."""
+
+    tables: Mapping[str, pd.DataFrame]
+    label: str
+    scale: float | int = 1
+    log: bool = False
+    zero: bool = False
+
+
+def by_step(
+    data: StudyData,
+    quantities: Mapping[str, Quantity],
+    height: float,
+    value: Callable[[pd.DataFrame], "pd.Series[float]"],
+) -> tuple[Figure, str]:
+    """Several quantities against the step, a row for each and a column for each condition, with the steps at which runs
+    collapsed; where that would be crowded, a row per arm with `value` of every run. Returns how the interval is drawn,
+    too."""
+    if crowded(data):
+        columns = [
+            Column(one.label, [Dots.each(one.tables, value, one.scale)], log=one.log) for one in quantities.values()
+        ]
+        return arm_rows(data, columns).figure, "bar"
+    figure, axes, each = condition_panels(data, height, rows=len(quantities))
+    for line, one in zip(axes, quantities.values(), strict=True):
+        for ax, condition in zip(line, each, strict=True):
+            draw_arms(ax, data, condition.arms, one.tables, thin=False, scale=one.scale, geometric=one.log)
+            mark_collapses(ax, data, condition.arms)
+        line[0].set_ylabel(one.label)
+        if one.log:
+            log_y(line[0])
+        elif one.zero:
+            line[0].set_ylim(bottom=0)
+    for ax in axes[-1]:
+        step_axis(ax)
+    legend_above(figure, axes)
+    return figure, "band"
 
 
 Panels = list[tuple[Axes, tuple[str, ...]]]

@@ -15,7 +15,7 @@ from matplotlib.image import AxesImage
 
 from moe_rl.study.arms import condition_label, dose_label, full_label, replay_stands_for_noise
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.notes import repeats
+from moe_rl.study.figures.register import repeats
 from moe_rl.study.figures.style import PAGE, PALE, Condition, conditions, log_y, panels
 from moe_rl.study.words import cut
 

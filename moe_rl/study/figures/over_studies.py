@@ -1,6 +1,8 @@
 """Figures over several studies, each of a table that a script of `analysis/` makes."""
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -10,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
-from moe_rl.study.figures.saving import StudyFigure, styled
+from moe_rl.processes import ends_with_its_reader
+from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
 from moe_rl.study.figures.style import GREY, INK, PAGE, WIDTH, legend_above, look_of, panels
 from moe_rl.study.statistics import INTEREST, Verdict
 
@@ -20,6 +23,23 @@ REPETITIONS = (
     "Mean over seeds of the paired differences and its 95 % interval; below each other: the study as it was run first, "
     "and again under other roundings or on another processor, cold starts made anew."
 )
+
+
+def draw_from_results(doc: str | None, figures: Callable[[], Iterable[StudyFigure]]) -> None:
+    """The command line of a script that draws committed tables, `python analysis/SCRIPT.py DIR`; `doc`: its help."""
+    with ends_with_its_reader():
+        parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("folder", type=Path, help="where to write each figure as .pdf, .svg, .png and .csv")
+        folder = parser.parse_args().folder
+        for figure in figures():
+            print(*save_figure(figure, folder), sep="\n")
+
+
+def by_cause(table: pd.DataFrame, causes: Iterable[str], rows: Iterable[str]) -> pd.DataFrame:
+    """`published_differences` as `cures_figure` takes them: claims are causes, comparisons rows, in this order."""
+    table = table.rename(columns={"claim": "cause", "comparison": "row"})
+    orders = {"cause": list(causes), "row": list(rows)}
+    return table.assign(**{name: pd.Categorical(table[name], order) for name, order in orders.items()})
 
 
 @styled

@@ -17,8 +17,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from moe_rl.files import write_atomic
+from moe_rl.study.words import csv_text
 
 STYLE = Path(__file__).parent.parent / "moe_rl.mplstyle"
+DIGITS = "%.8g"  # of a figure's tables
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,7 @@ def save_figure(figure: StudyFigure, folder: str | Path) -> list[Path]:
     tables as NAME.TABLE.csv."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    contents = {kind: figure.render(kind) for kind in ("pdf", "svg", "png")}
-    contents["csv"] = _csv(figure.frame)
-    contents["md"] = f"**{figure.title}** {figure.caption}\n".encode()
-    contents |= {f"{key}.csv": _csv(table) for key, table in figure.tables.items()}
+    contents: dict[str, str | bytes] = {kind: figure.render(kind) for kind in ("pdf", "svg", "png")}
+    contents |= {"csv": csv_text(figure.frame, DIGITS), "md": f"**{figure.title}** {figure.caption}\n"}
+    contents |= {f"{key}.csv": csv_text(table, DIGITS) for key, table in figure.tables.items()}
     return [write_atomic(folder / f"{figure.name}.{kind}", content) for kind, content in contents.items()]
-
-
-def _csv(table: pd.DataFrame) -> bytes:
-    return table.to_csv(index=False, float_format="%.8g", lineterminator="\n").encode()

@@ -1,4 +1,4 @@
-"""At which steps signals crossed their thresholds, arm by arm."""
+"""At which steps signals crossed their thresholds: heat maps of arm and step, one panel per signal."""
 
 from collections import Counter
 
@@ -27,7 +27,6 @@ from moe_rl.study.figures.style import INK, PAGE, NothingToDraw, bare, label_bar
     rank=195,
 )
 def alarms(data: StudyData) -> Drawing:
-    """Heat maps of arm and step, one panel per signal that crossed anywhere."""
     runs = study_alarms(data)
     table = alarms_of(data.config.get("alarms"))
     rows = [

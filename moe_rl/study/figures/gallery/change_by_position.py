@@ -1,12 +1,11 @@
-"""Where in a response routing changes."""
+"""Share of routing sites that change, by the position of the token in its response."""
 
 import pandas as pd
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curves, seed_tables
 from moe_rl.study.figures.floor import draw_along
-from moe_rl.study.figures.notes import LINES, PROBE
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import LINES, PROBE, Drawing, figure
 from moe_rl.study.figures.style import NothingToDraw
 from moe_rl.study.floors import MISSING, floor_by_position
 from moe_rl.study.summary import last_updates
@@ -31,7 +30,6 @@ FLOOR = (
     notes=(PROBE, LINES),
 )
 def change_by_position(data: StudyData) -> Drawing:
-    """Share of routing sites that change, by the position of the token in its response."""
     named = data.probes.dropna(subset=["site_names"])
     sites = named["site_names"].map(len).groupby(named["arm"], observed=True).max()  # arms may differ in depth
     rows = last_updates(data.tokens.dropna(subset=["flips", "pos", "update"]))

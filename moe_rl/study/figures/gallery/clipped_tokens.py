@@ -1,11 +1,10 @@
-"""Share of response tokens that the clip takes out of the gradient."""
+"""Share of response tokens that the clip takes out of the gradient, on a log axis with a place for zero."""
 
 import numpy as np
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curves, pooled_tables
-from moe_rl.study.figures.notes import LINES
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import LINES, Drawing, figure
 from moe_rl.study.figures.style import GREY, NothingToDraw, look_of
 
 
@@ -21,7 +20,6 @@ from moe_rl.study.figures.style import GREY, NothingToDraw, look_of
     rank=50,
 )
 def clipped_tokens(data: StudyData) -> Drawing:
-    """Share of response tokens that the clip takes out of the gradient, log axis with a place for zero."""
     tables = pooled_tables(data.updates, "clipped_tokens", "tokens", "step")
     if not tables:
         raise NothingToDraw("clipped_tokens: tokens is 0 in every update")

@@ -34,8 +34,6 @@ MOST = 6
     special=True,
 )
 def decomposition(data: StudyData) -> Drawing:
-    """Share of the variance of the log-ratio that each part has, by update, for tokens and for sequences; and how
-    large the routing part is."""
     shares, noise = share_table(data), routing_noise(data)
     arms = drawn_arms(data, list(shares["arm"].unique()))[:MOST]
     drawn, axes = panels(3, len(arms), 5.0, PAGE, sharex=True, sharey="row")
@@ -87,13 +85,7 @@ def share_table(data: StudyData) -> pd.DataFrame:
     for level in LEVELS:
         for part in PARTS:
             covariances = [f"{level}_cov_{a}_{b}" for a, b in pairs if part in (a, b)]
-            whole = means[f"{level}_var_{part}"] + means[covariances].sum(axis=1)
-            total = means[f"{level}_variance"]
-            found = means[["arm", "seed", "update"]].assign(
-                level=level,
-                part=part,
-                share=(whole / total.where(total > 0)).astype(float),
-                variance=means[f"{level}_var_{part}"],
-            )
-            parts.append(found)
+            own, total = means[f"{level}_var_{part}"], means[f"{level}_variance"]
+            share = ((own + means[covariances].sum(axis=1)) / total.where(total > 0)).astype(float)
+            parts.append(means[["arm", "seed", "update"]].assign(level=level, part=part, share=share, variance=own))
     return pd.concat(parts, ignore_index=True)

@@ -1,4 +1,4 @@
-"""What each routing site has of the whole effect of replay."""
+"""What each routing site has of the whole effect of replay, alone and last, after the last update."""
 
 import numpy as np
 import pandas as pd
@@ -29,7 +29,6 @@ COLUMNS = ["replay_effect_var", "site_token_share_alone", "site_token_share_last
     special=True,
 )
 def decomposition_by_site(data: StudyData) -> Drawing:
-    """What each routing site has of the whole effect of replay, alone and last, after the last update."""
     table = site_table(data)
     arms = drawn_arms(data, list(table["arm"].unique()))[:MOST]
     names = list(dict.fromkeys(table["site"]))

@@ -1,4 +1,5 @@
-"""Change of routes, and the variance that replay removes, against layers, experts and experts per token."""
+"""Change of routes, and the variance that replay removes, against layers, experts and experts per token: power laws,
+drawn where a study has three sizes along one of them."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -44,8 +45,6 @@ FEWEST = 3
     special=True,
 )
 def depth_width(data: StudyData) -> Drawing:
-    """Change rates and what replay removes against layers, experts and k, with power laws; drawn where a study has
-    three sizes along one of them."""
     rows, left_out = size_rows(data)
     axes_there = varied(rows)
     if not axes_there:

@@ -5,8 +5,7 @@ import pandas as pd
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curves, seed_tables
-from moe_rl.study.figures.notes import PROBE
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import PROBE, Drawing, figure
 from moe_rl.study.figures.style import PALE, NothingToDraw
 
 FEWEST_BLOCKS = 30
@@ -30,7 +29,6 @@ KEYS = ["arm", "seed", "step", "update"]
     notes=(PROBE,),
 )
 def design_effect(data: StudyData) -> Drawing:
-    """Design effect of the routing part by the number of tokens that are averaged."""
     table = design_effects(data.tokens)
     if table.empty:
         raise NothingToDraw("design_effect: live and replayed log-probabilities do not differ, or responses are short")

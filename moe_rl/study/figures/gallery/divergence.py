@@ -1,19 +1,12 @@
-"""How far the policy moves within a step: KL and extreme tokens."""
+"""How far the policy moves within a step: KL and extreme tokens, with the steps at which runs collapsed."""
 
 import numpy as np
 import pandas as pd
 
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.curves import collapse_note, curve_frame, draw_arms, mark_collapses, seed_tables
-from moe_rl.study.figures.layout import condition_panels, crowded
-from moe_rl.study.figures.notes import GEOMETRIC, PROBE, lines_note
-from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.rows import Column, Dots, arm_rows
-from moe_rl.study.figures.style import legend_above, log_y, step_axis
+from moe_rl.study.figures.curves import Quantity, by_step, collapse_note, curve_frame, seed_tables
+from moe_rl.study.figures.register import GEOMETRIC, PROBE, Drawing, figure, lines_note
 from moe_rl.study.summary import last_updates
-
-SCALES = {"k3_natural": 1, "F(2)": 100}
-LABELS = {"k3_natural": "KL (k3)\nnats / token", "F(2)": "F(2)\n% of tokens"}
 
 
 @figure(
@@ -28,36 +21,18 @@ LABELS = {"k3_natural": "KL (k3)\nnats / token", "F(2)": "F(2)\n% of tokens"}
     notes=(PROBE, GEOMETRIC),
 )
 def divergence(data: StudyData) -> Drawing:
-    """KL(old || new) and F(2) after the last update of each step, with the steps at which runs collapsed."""
     rows = last_updates(data.probes.dropna(subset=["k3_natural"]))
-    tables = {"k3_natural": seed_tables(rows, "step", "k3_natural")}
+    kl = seed_tables(rows, "step", "k3_natural")
+    shown = {"k3_natural": Quantity(kl, "KL (k3)\nnats / token", log=True)}
     if extreme := seed_tables(extreme_share(data), "step", "F(2)"):
-        tables["F(2)"] = extreme
-    missing = "" if extreme else " F(2): not recorded."
-    frame = pd.concat(
-        [curve_frame(data, table, name, name != "F(2)") for name, table in tables.items()], ignore_index=True
-    )
-    if crowded(data):
-        columns = [
-            Column(LABELS[name], [Dots.each(table, pd.DataFrame.median, SCALES[name])], log=name != "F(2)")
-            for name, table in tables.items()
-        ]
-        said = f"Median over the steps of a run; by step in the table.{missing}"
-        return Drawing(arm_rows(data, columns).figure, frame, said, interval="bar")
-    drawn, axes, each = condition_panels(data, 1.55, rows=len(tables))
-    for line, (name, table) in zip(axes, tables.items(), strict=True):
-        for ax, one in zip(line, each, strict=True):
-            draw_arms(ax, data, one.arms, table, thin=False, scale=SCALES[name], geometric=name != "F(2)")
-            mark_collapses(ax, data, one.arms)
-        line[0].set_ylabel(LABELS[name])
-        if name == "F(2)":
-            line[0].set_ylim(bottom=0)
-        else:
-            log_y(line[0])
-    for ax in axes[-1]:
-        step_axis(ax)
-    legend_above(drawn, axes)
-    return Drawing(drawn, frame, f"{lines_note(data, thin=False)}{collapse_note(data)}{missing}", interval="band")
+        shown["F(2)"] = Quantity(extreme, "F(2)\n% of tokens", 100, zero=True)
+    parts = [curve_frame(data, one.tables, name, one.log) for name, one in shown.items()]
+    drawn, interval = by_step(data, shown, 1.55, pd.DataFrame.median)
+    said = "Median over the steps of a run; by step in the table."
+    if interval == "band":
+        said = f"{lines_note(data, thin=False)}{collapse_note(data)}"
+    said += "" if extreme else " F(2): not recorded."
+    return Drawing(drawn, pd.concat(parts, ignore_index=True), said, interval)
 
 
 def extreme_share(data: StudyData) -> pd.DataFrame:

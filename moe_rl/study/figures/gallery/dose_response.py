@@ -1,4 +1,5 @@
-"""What volatility costs: score and ratio variance against the measured dose of routing change."""
+"""What volatility costs: score and ratio variance against the measured dose of routing change; drawn where a method has
+arms of at least four doses."""
 
 import numpy as np
 import pandas as pd
@@ -34,8 +35,6 @@ FEWEST_DOSES = 4
     special=True,
 )
 def dose_response(data: StudyData) -> Drawing:
-    """Final reward and in-run ratio variance against the share of slots that the update forward routed otherwise than
-    the old policy; drawn where a method has arms of at least four doses."""
     seeds = dose_table(data)
     seeds = seeds[seeds["arm"].isin(drawn_arms(data))]  # a replay run under noise repeats its natural one
     most = int(seeds.groupby("method")["noise"].nunique().max()) if len(seeds) else 0

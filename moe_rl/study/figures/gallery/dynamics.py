@@ -1,15 +1,11 @@
-"""Entropy, response length and groups without signal against the step."""
+"""Entropy, response length and groups without signal against the step; a row per quantity that changes."""
 
 import pandas as pd
 
 from moe_rl.study.curves import FINAL_STEPS, final_value
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.curves import collapse_note, curve_frame, draw_arms, mark_collapses, seed_tables
-from moe_rl.study.figures.layout import condition_panels, crowded
-from moe_rl.study.figures.notes import lines_note
-from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.rows import Column, Dots, arm_rows
-from moe_rl.study.figures.style import legend_above, step_axis
+from moe_rl.study.figures.curves import Quantity, by_step, collapse_note, curve_frame, seed_tables
+from moe_rl.study.figures.register import Drawing, figure, lines_note
 
 QUANTITIES = {
     "entropy": ("updates", "entropy\nnats / token", 1.0),
@@ -30,7 +26,6 @@ CONSTANT = 0.01
     rank=200,
 )
 def dynamics(data: StudyData) -> Drawing:
-    """Entropy, response length and groups without signal against the step; a row per quantity that changes."""
     found = {}
     for name, (source, _, _) in QUANTITIES.items():
         rows = getattr(data, source)
@@ -45,26 +40,13 @@ def dynamics(data: StudyData) -> Drawing:
         for name in flat
         if name not in drawn_names
     ]
-    if crowded(data):
-        columns = [
-            Column(words, [Dots.each(found[name], lambda table: table.apply(final_value), scale=scale)])
-            for name in drawn_names
-            for _, words, scale in [QUANTITIES[name]]
-        ]
+    shown = {name: Quantity(found[name], *QUANTITIES[name][1:]) for name in drawn_names}
+    drawn, interval = by_step(data, shown, 1.35, lambda table: table.apply(final_value))
+    if interval == "bar":
         told.append(f"Mean of the last {FINAL_STEPS} steps of each run; by step in the table.")
-        return Drawing(arm_rows(data, columns).figure, frame, " ".join(told), interval="bar")
-    figure, axes, each = condition_panels(data, 1.35, rows=len(drawn_names))
-    for line, name in zip(axes, drawn_names, strict=True):
-        for ax, one in zip(line, each, strict=True):
-            draw_arms(ax, data, one.arms, found[name], thin=False, scale=QUANTITIES[name][2])
-            mark_collapses(ax, data, one.arms)
-        line[0].set_ylabel(QUANTITIES[name][1])
-    for ax in axes[-1]:
-        step_axis(ax)
-    legend_above(figure, axes)
-    return Drawing(
-        figure, frame, " ".join([lines_note(data, thin=False) + collapse_note(data), *told]), interval="band"
-    )
+    else:
+        told.insert(0, lines_note(data, thin=False) + collapse_note(data))
+    return Drawing(drawn, frame, " ".join(told), interval)
 
 
 def _flat(means: pd.Series) -> bool:

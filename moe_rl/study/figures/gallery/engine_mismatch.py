@@ -1,5 +1,7 @@
 """The gap between the engine that samples and the one that trains: token and sequence ratios, live and under R3."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
@@ -33,7 +35,6 @@ WHAT = ("slots", "sites", "tokens")
     special=True,
 )
 def engine_mismatch(data: StudyData) -> Drawing:
-    """Variance of log(pi_old / mu) by arm: tokens and sequences, live and with the rollout's routes; what it clips."""
     table = engine_table(data)
     arms = [str(arm) for arm in data.arms.index if arm in set(table["arm"])]
     height = 1.15 + 0.3 * max(len(arms), 4)  # fewer leave no room beside legend and labels
@@ -65,7 +66,14 @@ def engine_mismatch(data: StudyData) -> Drawing:
     most = max(right.get_xlim()[1], 1.0)
     right.set_xlim(min(-0.3, -0.03 * most), most)
     floors = [line for line in left.lines if str(line.get_label()).startswith("equal weights")]
-    drawn.legend(handles=[*_entries(), *floors], loc="outside upper left", ncols=3, borderaxespad=0.3)
+    grey: dict[str, Any] = {"color": GREY, "ls": ""}
+    marks = [
+        Line2D([], [], marker=marker, mfc=face, label=f"{level.removeprefix('var_')}, {routing}", **grey)
+        for level, marker in LEVELS.items()
+        for routing, face in (("live", GREY), ("R3", "white"))
+    ]
+    clip_range = Line2D([], [], marker="|", ms=9, mew=1.4, label="clip range²", **grey)
+    drawn.legend(handles=[*marks, clip_range, *floors], loc="outside upper left", ncols=3, borderaxespad=0.3)
     said = gap_note(floor, {"var_token": "by token", "var_sequence": "by sequence"}) + (
         "Dashed: by token." if floors else ""
     )
@@ -89,16 +97,3 @@ def engine_table(data: StudyData) -> pd.DataFrame:
     clips = {run.arm: run.setting("clip_low", np.nan) for run in data.runs}
     table = table.join(shares, on=["arm", "seed"])
     return table.assign(clip_low=table["arm"].map(clips).astype(float))
-
-
-def _entries() -> list[Line2D]:
-    def entry(label: str, **style: object) -> Line2D:
-        return Line2D([], [], color=GREY, label=label, **{"ls": "", **style})  # type: ignore[arg-type]  # mixed kinds
-
-    return [
-        entry("token, live", marker="o"),
-        entry("token, R3", marker="o", mfc="white"),
-        entry("sequence, live", marker="^"),
-        entry("sequence, R3", marker="^", mfc="white"),
-        entry("clip range²", marker="|", ms=9, mew=1.4),
-    ]

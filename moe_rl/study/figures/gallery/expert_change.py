@@ -1,4 +1,4 @@
-"""Change rate by update index, under the three definitions."""
+"""Change rate by update index within a step, under the three definitions."""
 
 from typing import Any
 
@@ -9,8 +9,7 @@ from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.figures.curves import curve_frame, draw_arms, pooled_tables
 from moe_rl.study.figures.floor import FLOOR_LINES, draw_across, floor_note
 from moe_rl.study.figures.layout import condition_panels, crowded
-from moe_rl.study.figures.notes import PROBE, lines_note
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import PROBE, Drawing, figure, lines_note
 from moe_rl.study.figures.routing import DEFINITIONS, GSPO_CHANGE
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
 from moe_rl.study.figures.style import GREY, NothingToDraw, legend_above
@@ -33,7 +32,6 @@ COUNTS = [count for changed, total, _ in DEFINITIONS.values() for count in (chan
     notes=(PROBE,),
 )
 def expert_change(data: StudyData) -> Drawing:
-    """Change rate by update index within a step, under the three definitions."""
     rows = data.probes.dropna(subset=COUNTS)
     tables = {name: pooled_tables(rows, *counts[:2], "update") for name, counts in DEFINITIONS.items()}
     if not any(tables.values()):

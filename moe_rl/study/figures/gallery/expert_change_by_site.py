@@ -1,4 +1,4 @@
-"""Where in the model experts change: heat maps of routing site and update."""
+"""Where in the model experts change: heat maps of routing site and update; of many arms, of arm and site."""
 
 import numpy as np
 import pandas as pd
@@ -8,8 +8,7 @@ from matplotlib.figure import Figure
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.floor import draw_columns
 from moe_rl.study.figures.layout import MANY, drawn_arms, fixed_figure, many, short_label, shown, wrapped_panels
-from moe_rl.study.figures.notes import PROBE
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import PROBE, Drawing, figure
 from moe_rl.study.figures.routing import short_sites, site_ticks, stacked
 from moe_rl.study.figures.rows import in_two_lines
 from moe_rl.study.figures.screen import ON_DARK_CELL, ON_LIGHT_CELL
@@ -31,7 +30,6 @@ DASHED = (
     notes=(PROBE,),
 )
 def expert_change_by_site(data: StudyData) -> Drawing:
-    """Heat map routing site x update index, slot definition, one panel per arm; of many arms, arm x site."""
     rows = data.probes.dropna(subset=["site_slots_changed", "site_slots", "site_names"])
     rows = rows[rows["site_names"].map(len) > 0]
     if rows.empty:

@@ -1,4 +1,4 @@
-"""Final reward of every arm, with the paired differences that the study compares."""
+"""Final reward of every arm with its seeds and interval; under it, the paired differences that the study compares."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,6 @@ BESIDE, NO_INTERVAL = 1.8, 1.05  # inches for numbers right of the dots
     rank=0,
 )
 def final_reward(data: StudyData) -> Drawing:
-    """Final reward of every arm with its seeds and interval; under it, the paired differences."""
     table = final_rewards(data)
     if table["final"].isna().all():
         raise NothingToDraw("final_reward: no rollout has been recorded yet")
@@ -112,9 +111,7 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
         colour = arm_colour(data, pair.arm)
         draw_dots(ax, np.array([y]), np.array([one.differences]), [colour])
         mark = "▸ " if one.apart else ""
-        words = f"{one.difference.estimate:+.3f}"
-        words += f" [{one.difference.low:+.3f}, {one.difference.high:+.3f}]" if one.difference.known else ""
-        ax.text(1 + 1.4 / wide, y, (mark + words).replace("-", "−"), ha="right", **place)
+        ax.text(1 + 1.4 / wide, y, f"{mark}{one.difference.text('+.3f')}".replace("-", "−"), ha="right", **place)
         ticks.append((y, name))
         y += high
     ax.set_yticks([t[0] for t in ticks], [t[1] for t in ticks], fontsize=7 if high == 1 else 6.5)

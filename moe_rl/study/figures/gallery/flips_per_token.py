@@ -1,4 +1,4 @@
-"""How routing changes cluster: sites changed on one token, slots changed at one site."""
+"""How routing changes cluster, against independence: sites changed on one token, slots changed at one site."""
 
 import numpy as np
 import pandas as pd
@@ -8,8 +8,7 @@ from matplotlib.patches import Patch
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.floor import draw_levels, floor_note
 from moe_rl.study.figures.layout import MANY, drawn_arms, many, short_label
-from moe_rl.study.figures.notes import PROBE
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import PROBE, Drawing, figure
 from moe_rl.study.figures.routing import binomial_of, stacked
 from moe_rl.study.figures.rows import Column, Dots, arm_rows, by_seed
 from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour, legend_above, log_y, panels
@@ -34,7 +33,6 @@ HISTOGRAMS = {
     notes=(PROBE,),
 )
 def flips_per_token(data: StudyData) -> Drawing:
-    """How many sites change on one token, and how many slots at one site, against independence."""
     rows = last_updates(data.probes.dropna(subset=list(HISTOGRAMS)))
     arms = drawn_arms(data, list(rows["arm"].unique()))
     floors = {name: floor_histogram(data, name) for name in HISTOGRAMS}

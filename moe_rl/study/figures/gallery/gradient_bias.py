@@ -1,4 +1,4 @@
-"""How far the gradient under replay is from the natural one."""
+"""How far the gradient under replay is from the natural one, beside that of two halves of the responses."""
 
 from typing import Any
 
@@ -6,8 +6,7 @@ import pandas as pd
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curve_frame, curves, over_seeds, seed_tables
-from moe_rl.study.figures.notes import PROBE
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import PROBE, Drawing, figure
 from moe_rl.study.figures.style import PALE
 
 BESIDE = {
@@ -31,7 +30,6 @@ COSINES = ("gradient_cosine", *BESIDE)
     special=True,
 )
 def gradient_bias(data: StudyData) -> Drawing:
-    """Cosine of natural and replayed gradient by update, beside that of two halves of the responses."""
     medians = gradient_table(data)
     tables = {name: seed_tables(medians, "update", name) for name in COSINES}
     low = min(0.0, float(medians[list(COSINES)].min().min()))

@@ -1,9 +1,8 @@
-"""Gradient norm before clipping."""
+"""Gradient norm before clipping, mean over the updates of a step."""
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curves, seed_tables
-from moe_rl.study.figures.notes import GEOMETRIC
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import GEOMETRIC, Drawing, figure
 from moe_rl.study.figures.style import NothingToDraw
 
 
@@ -16,7 +15,6 @@ from moe_rl.study.figures.style import NothingToDraw
     notes=(GEOMETRIC,),
 )
 def gradient_norm(data: StudyData) -> Drawing:
-    """Gradient norm before clipping, mean over the updates of a step."""
     tables = seed_tables(data.updates.dropna(subset=["grad_norm"]), "step", "grad_norm")
     tables = {arm: table.where(table > 0).dropna(how="all") for arm, table in tables.items()}
     tables = {arm: table for arm, table in tables.items() if len(table)}

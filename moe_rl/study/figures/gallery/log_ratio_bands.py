@@ -1,4 +1,4 @@
-"""How far token log-ratios spread, live and replayed."""
+"""Quantiles of |log r| against the step: natural shaded, replayed outlined."""
 
 import numpy as np
 import pandas as pd
@@ -8,8 +8,7 @@ from matplotlib.patches import Patch
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.layout import MANY, drawn_arms, many, short_label, wrapped_panels
-from moe_rl.study.figures.notes import PAIR
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import PAIR, Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
 from moe_rl.study.figures.style import GREY, INK, NothingToDraw, arm_colour, log_y, step_axis
 from moe_rl.study.summary import last_updates
@@ -28,7 +27,6 @@ QUANTILES = (0.5, 0.9, 0.99)
     notes=(PAIR,),
 )
 def log_ratio_bands(data: StudyData) -> Drawing:
-    """Quantiles of |log r| against the step, natural shaded, replayed outlined."""
     tokens = last_updates(data.tokens.dropna(subset=["old_logp", "logp_natural", "logp_replayed"]))
     found = []
     for kind in ("natural", "replayed"):

@@ -1,4 +1,4 @@
-"""Score against the number of updates that a batch is split into."""
+"""Final and peak score against the number of updates that a batch is split into; drawn where a study varies it."""
 
 import pandas as pd
 
@@ -24,7 +24,6 @@ from moe_rl.study.folders import section
     special=True,
 )
 def minibatches(data: StudyData) -> Drawing:
-    """Final and peak score against the number of updates per batch, by replay kind; drawn where a study varies it."""
     seeds = minibatch_table(data)
     if seeds["updates"].nunique() < 2:
         raise NothingToDraw("minibatches: all arms of this study make the same number of updates per batch")

@@ -41,7 +41,6 @@ PANELS = {
     special=True,
 )
 def precision(data: StudyData) -> Drawing:
-    """Slots changed, k3 and routing share by step, one line per engine format; drawn where arms have three or more."""
     formats = {run.arm: engine_format(run.config) for run in data.runs}
     if len({name for name, _ in formats.values() if name}) < 3:
         raise NothingToDraw("precision: fewer than three formats of a rollout engine among the arms")
@@ -125,9 +124,7 @@ def flip_ratio(data: StudyData, formats: dict[str, tuple[str, bool]]) -> str | N
     ratios = (rates["float16"] / rates["bfloat16"]).replace([np.inf, -np.inf], np.nan).dropna()
     if ratios.empty:
         return None
-    found = seed_interval(ratios.to_numpy(dtype=float))
-    interval = f" [{found.low:.2g}, {found.high:.2g}]" if np.isfinite(found.low) else ""
-    return f"{found.estimate:.2g}{interval}"
+    return seed_interval(ratios.to_numpy(dtype=float)).text(".2g")
 
 
 def engine_format(config: dict) -> tuple[str, bool]:

@@ -1,4 +1,4 @@
-"""Old against new token probability as a density."""
+"""Old against new token probability as a density, natural above, replayed below."""
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,6 @@ SCALE = LinearSegmentedColormap.from_list("tokens", ["#7fa8d1", "#3d7ab8", "#7b4
     rank=150,
 )
 def probability_scatter(data: StudyData) -> Drawing:
-    """Old against new token probability as a density, natural above, replayed below."""
     tokens = last_updates(data.tokens.dropna(subset=["old_logp", "logp_natural", "logp_replayed"]))
     arms = drawn_arms(data, list(tokens["arm"].unique()))
     gaps = _gaps(tokens)
@@ -78,12 +77,6 @@ def probability_scatter(data: StudyData) -> Drawing:
 
 def _gaps(tokens: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """kind -> mean absolute difference of probability, index arm, columns seeds."""
-    old = np.exp(tokens["old_logp"])
-    return {
-        kind: (np.exp(tokens[f"logp_{kind}"]) - old)
-        .abs()
-        .groupby([tokens["arm"].astype(str), tokens["seed"]])
-        .mean()
-        .unstack("seed")
-        for kind in ("natural", "replayed")
-    }
+    old, run = np.exp(tokens["old_logp"]), [tokens["arm"].astype(str), tokens["seed"]]
+    gaps = {kind: (np.exp(tokens[f"logp_{kind}"]) - old).abs() for kind in ("natural", "replayed")}
+    return {kind: gap.groupby(run).mean().unstack("seed") for kind, gap in gaps.items()}

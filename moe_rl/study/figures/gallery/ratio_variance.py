@@ -1,4 +1,4 @@
-"""Variance of log-ratios in training, by step."""
+"""Variance of token and sequence log-ratios in training against the step."""
 
 import numpy as np
 import pandas as pd
@@ -7,8 +7,7 @@ from matplotlib.lines import Line2D
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curve_frame, curves, draw_seeds, seed_tables
 from moe_rl.study.figures.layout import crowded
-from moe_rl.study.figures.notes import GEOMETRIC
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import GEOMETRIC, Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
 from moe_rl.study.figures.style import GREY, NothingToDraw, arm_looks, log_y
 from moe_rl.study.summary import in_run_variance
@@ -27,7 +26,6 @@ from moe_rl.study.summary import in_run_variance
     notes=(GEOMETRIC,),
 )
 def ratio_variance(data: StudyData) -> Drawing:
-    """Variance of token and sequence log-ratios in training against the step."""
     rows = in_run_variance(data)
     rows[["token", "sequence"]] = rows[["token", "sequence"]].replace(0.0, np.nan)  # 0 has no place on a log axis
     found = {level: seed_tables(rows.dropna(subset=[level]), "step", level) for level in ("token", "sequence")}

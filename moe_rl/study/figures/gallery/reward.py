@@ -1,11 +1,10 @@
-"""Reward of the sampled responses against the RL step."""
+"""Mean reward of the sampled batch against the RL step, one panel per condition."""
 
 from moe_rl.study.arms import full_label
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import collapse_note, curves, mark_collapses, seed_tables
 from moe_rl.study.figures.layout import many, shown
-from moe_rl.study.figures.notes import lines_note
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import Drawing, figure, lines_note
 from moe_rl.study.figures.style import reward_limits
 
 
@@ -16,7 +15,6 @@ from moe_rl.study.figures.style import reward_limits
     rank=10,
 )
 def reward(data: StudyData) -> Drawing:
-    """Mean reward of the sampled batch against the RL step, one panel per condition."""
     rows = data.rollouts.dropna(subset=["reward"])
     tables = seed_tables(rows, "step", "reward")
     drawn = curves(data, tables, "reward, mean\nover responses", quantity="reward", ylim=reward_limits(rows["reward"]))

@@ -1,4 +1,4 @@
-"""F(τ): share of tokens whose ratio or its inverse exceeds τ."""
+"""F(τ), the share of tokens whose ratio or its inverse exceeds τ, by arm, live and replayed, log-log."""
 
 import numpy as np
 import pandas as pd
@@ -8,8 +8,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curves
 from moe_rl.study.figures.layout import many
-from moe_rl.study.figures.notes import LINES, PAIR
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import LINES, PAIR, Drawing, figure
 from moe_rl.study.figures.style import GREY, NothingToDraw, arm_colour, legend_above, plain
 from moe_rl.study.summary import last_updates
 
@@ -28,7 +27,6 @@ TAUS = np.round(np.geomspace(1.01, 10, 60), 6)
     notes=(PAIR, LINES),
 )
 def tail_fraction(data: StudyData) -> Drawing:
-    """F(τ) by arm, live and replayed, log-log."""
     tokens = last_updates(data.tokens.dropna(subset=["old_logp", "logp_natural", "logp_replayed"]))
     found = {kind: _tails(tokens, kind) for kind in ("natural", "replayed")}
     counts = tokens.groupby("arm", observed=True).size()

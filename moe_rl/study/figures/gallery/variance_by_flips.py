@@ -10,8 +10,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import Panels, draw_seeds, over_seeds, summarise
 from moe_rl.study.figures.floor import draw_across, floor_note, gap_note
 from moe_rl.study.figures.layout import arm_grid, condition_panels, drawn_arms, label_grid, many
-from moe_rl.study.figures.notes import PAIR
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import PAIR, Drawing, figure
 from moe_rl.study.figures.style import GREY, NothingToDraw, arm_looks, legend_above, log_y
 from moe_rl.study.floors import floor_variance
 from moe_rl.study.summary import noise_floor
@@ -40,7 +39,6 @@ KEYS = ["arm", "seed", "step", "update", "seq"]
     notes=(PAIR,),
 )
 def variance_by_flips(data: StudyData) -> Drawing:
-    """Variance of the token log-ratio by how many sites changed where that token is predicted."""
     tokens = predictor_flips(data.tokens[[*KEYS, "pos", *NEEDED]])
     if tokens.empty:
         raise NothingToDraw("variance_by_flips: no stored response has a second token, and the first is left out")

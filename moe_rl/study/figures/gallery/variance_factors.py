@@ -8,8 +8,7 @@ from matplotlib.lines import Line2D
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curve_frame, draw_seeds, seed_tables
 from moe_rl.study.figures.layout import many
-from moe_rl.study.figures.notes import GEOMETRIC, PAIR
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import GEOMETRIC, PAIR, Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows, by_seed
 from moe_rl.study.figures.style import GREY, PAGE, NothingToDraw, arm_looks, legend_above, log_y, panels
 from moe_rl.study.summary import factor_table, independent_averaging, last_updates, probe_factors
@@ -33,7 +32,6 @@ SHORT = {"replay": "replay factor:\nnatural / replayed", "averaging": "averaging
     notes=(PAIR, GEOMETRIC),
 )
 def variance_factors(data: StudyData) -> Drawing:
-    """Replay factor and averaging factor by update within a step."""
     natural = data.arms.index[data.arms["noise"] == 0]
     rows = probe_factors(data)
     rows = rows[rows["arm"].isin(natural)]
