@@ -160,12 +160,13 @@ def own_routes(
     return found, live, copies
 
 
-def _ids_of(scored: Sequence[Scored], texts: Sequence[TokenBatch]) -> list[np.ndarray]:
-    return [
-        ids[mask].to(torch.int32).numpy()
+def _ids_of(scored: Sequence[Scored], texts: Sequence[TokenBatch]) -> np.ndarray:
+    ids = [
+        some[mask].to(torch.int32)
         for one, text in zip(scored, texts, strict=True)
-        for ids, mask in zip(one.routes.ids, text.attention_mask, strict=True)
+        for some, mask in zip(one.routes.ids, text.attention_mask, strict=True)
     ]
+    return pad_left_aligned(ids, -1).numpy()
 
 
 def page(result: RouteCheck) -> list[str]:

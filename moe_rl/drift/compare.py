@@ -14,10 +14,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from moe_rl.drift.capture_files import likely_padding, read_capture
-from moe_rl.drift.captured import LAYERS, Captured, Finding, OwnRoutes, Work
+from moe_rl.drift.captured import LAYERS, Captured, Finding, OwnRoutes, Work, routed
 from moe_rl.drift.change_tables import SITE_COLUMNS, by_cluster, changed_in, intervals_of, site_table
 from moe_rl.drift.compare_page import page, verdict
-from moe_rl.drift.compare_rows import cut_sets, hash_routed, parts_apart, placed, routed
+from moe_rl.drift.compare_rows import cut_sets, hash_routed, parts_apart, placed
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CompareOptions, check_least
 from moe_rl.drift.output import finite, output_folder, unfinished
@@ -81,12 +81,8 @@ def compared(options: CompareOptions) -> dict[str, Any]:
     held = np.logical_and(*held_by)
     found: dict[str, Any] = {**dict.fromkeys(MEASURED), "by_site": []}
     if held.any():
-        sequence, position = np.nonzero(held_by[1])
-        of, usable = words[sequence, position], np.ones(len(sequence), bool)
-        work = Work(ids[1][sequence, position], sequence, position, of, usable)
-        theirs = [side[:n] for side, n in zip(ids[0], lengths, strict=True)]
-        most = known or (int(max(side.max() for side in ids)) + 1,) * len(sites)
-        own = OwnRoutes(theirs, theirs, sites, most, tuple(range(len(sites))), len(sites))
+        work = Work.of(ids[1], held_by[1], old.tokens)
+        own = OwnRoutes(ids[0], ids[0], sites, experts, tuple(range(len(sites))), len(sites))
         chance, undone = _explained(work, own)
         findings += _of("NEW against OLD", work.findings)
         findings += _of("OLD", cut_sets(ids[0], held))
