@@ -6,7 +6,7 @@ from typing import Any
 from moe_rl.drift.captured import LAYERS, PREFIXES, UNROUTED
 from moe_rl.drift.compare_rows import PARTS
 from moe_rl.drift.route_check import UNTOLD
-from moe_rl.drift.words import number, percent
+from moe_rl.drift.words import interval, number, percent
 from moe_rl.study.words import count
 
 
@@ -16,8 +16,7 @@ def verdict(found: Mapping[str, Any], faults: Sequence[str]) -> str:
         return f"Nothing can be compared: no token has routes in both files{': ' * bool(faults)}{', '.join(faults)}."
     parts = []
     for level, row in found["change"].items():
-        low, high = (percent(row[end]).removesuffix(" %") for end in ("low", "high"))
-        parts.append(f"{percent(row['rate'])} of {level}s{f' [{low}, {high}]' if row['low'] < row['high'] else ''}")
+        parts.append(f"{percent(row['rate'])} of {level}s{interval(row)}")
     said = f"{', '.join(parts[:-1])} and {parts[-1]} changed from OLD to NEW"
     wrong = [name for name in faults if name not in (PREFIXES, UNROUTED, LAYERS)]
     if not wrong:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_rl.drift.output import page_of
-from moe_rl.drift.words import number, percent, text_sentence
+from moe_rl.drift.words import measured_sentence, number, percent, text_sentence
 from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
 from moe_rl.study.figures.style import GREY, legend_above, panels
 
@@ -174,5 +174,6 @@ def render(results: Mapping[str, Any], figure: StudyFigure) -> str:
         for row in results["rows"]
     ]
     rows, details = [cells(row) for row in results["rows"]], {label(row): row["detail"] for row in results["rows"]}
-    text = text_sentence(results["text"], results["model"])
+    tokens = f"{results['measured_tokens']:,} tokens of {results['sequences']} sequences"
+    text = measured_sentence(results, tokens, results["model"])
     return page_of("floor", results, [figure], heads=HEADS, rows=rows, counts=counts, details=details, text=text)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,11 @@ from moe_rl.drift.adapters import sources
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.options import DriftOptions, check_least
-from moe_rl.drift.output import environment, finite, output_folder, progress, settings_of, short_names, unfinished
+from moe_rl.drift.output import finite, output_folder, progress, record_of, short_names, unfinished
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
 from moe_rl.drift.prompts import Text, longest
 from moe_rl.drift.samples import FILE, check_sampling, recognising, to_measure
-from moe_rl.drift.samples import measured as measured_of
 from moe_rl.drift.sums import Sums, count
 from moe_rl.drift.words import pair_verdict
 from moe_rl.files import atomic_file, write_atomic, write_json
@@ -66,7 +66,7 @@ def run_drift(options: DriftOptions) -> Path:
         if sums is None:
             raise text.nothing_left()
         shutil.rmtree(folder / "cache", ignore_errors=True)
-        results = _results(options, names, found, text, sums, floor, device, alone)
+        results = _results(options, names, text, sums, floor, device, alone)
         made = sums.sites(), sums.experts(), sums.by_position(), floor.sites(), floor.positions()
         tables = dict(zip(TABLES, made, strict=True))
         write_json(folder / "drift.json", results)  # from here on `unfinished` keeps what was measured
@@ -122,35 +122,20 @@ def _counted(measured: Iterator[Measured], path: Path) -> Sums | None:
 
 
 def _results(
-    options: DriftOptions,
-    names: list[str],
-    found: pair.Checkpoints,
-    text: Text,
-    sums: Sums,
-    floor: Floor,
-    device: torch.device,
-    alone: bool,
+    options: DriftOptions, names: list[str], text: Text, sums: Sums, floor: Floor, device: torch.device, alone: bool
 ) -> dict[str, Any]:
     """All that drift.json holds and the page says; null where a number does not exist."""
     counts, shares = sums.counts, sums.shares
     old, new = options.checkpoints
-    settings = {"old": old, "new": new, **settings_of(options, "checkpoints")}
     results = {
         "old_name": names[0],
         "new_name": names[1],
-        "architecture": found.model_type,
-        "parameters": found.parameters,
-        "routing_sites": len(counts.sites),
-        "other_settings": found.other_settings,
-        "adapters": found.adapters,
+        "other_settings": text.known.other_settings,
+        "adapters": text.known.adapters,
         "experts_per_token": counts.site_deviation.shape[1] - 1,
-        "text": measured_of(text),
-        "examples": text.number,
         "measured_sequences": shares.sequences.count,
         "measured_prompts": sums.prompts.count,
         "measured_tokens": shares.tokens.count,
-        "truncated": text.truncated,
-        "empty": text.empty,
         "change": sums.rates(),
         "floor": floor.results(),
         "gate_swap": sums.swaps(),
@@ -159,7 +144,6 @@ def _results(
         "kl": sums.kl(),
         "decomposition": shares.rows(),
         "replay_effect_var": None if sums.site_shares is None else sums.site_shares.whole,
-        "settings": {**settings, "max_tokens": text.max_tokens, "device": str(device), "one_at_a_time": alone},
-        "environment": environment(device),
+        **record_of(text, replace(options, one_at_a_time=alone), device, "checkpoints", old=old, new=new),
     }
     return finite(results)

@@ -3,9 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -76,11 +74,6 @@ def recognising(text: Text, load: Callable[[], nn.Module]) -> Callable[[], nn.Mo
         return model
 
     return loaded
-
-
-def measured(text: Text) -> dict[str, Any]:
-    """What a text is, for the record and in words (`words.text_sentence`)."""
-    return {**asdict(text.holds), "of_old": text.of_old}
 
 
 def _sampled(model: nn.Module, text: Text, options: DriftOptions, size: int) -> Iterator[list[str]]:

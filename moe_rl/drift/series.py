@@ -19,18 +19,9 @@ from moe_rl.drift.adapters import sources
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.options import DriftOptions
-from moe_rl.drift.output import (
-    environment,
-    finite,
-    output_folder,
-    place_of,
-    progress,
-    settings_of,
-    short_names,
-    unfinished,
-)
+from moe_rl.drift.output import finite, output_folder, place_of, progress, record_of, short_names, unfinished
 from moe_rl.drift.run import check_options, text_of
-from moe_rl.drift.samples import FILE, measured, recognising, to_measure
+from moe_rl.drift.samples import FILE, recognising, to_measure
 from moe_rl.drift.series_page import draw, render, series_table
 from moe_rl.drift.series_passes import Held, Passes
 from moe_rl.drift.words import adapters_sentence, series_verdict, settings_sentence, swap_sentence, text_sentence
@@ -56,7 +47,6 @@ def run_series(options: DriftOptions) -> Path:
     of = sources(dict(zip(labels, paths, strict=True)), options.base)
     known = checkpoints.check(of, options.tokenizer, options.trust_remote_code)
     given, floor = text_of(options, known, output), Floor(options.floor_sequences)
-    settings = settings_of(options, "per_site", "one_at_a_time")  # of pairs alone
     helds: list[Held] = []
 
     def load(index: int) -> nn.Module:
@@ -66,19 +56,11 @@ def run_series(options: DriftOptions) -> Path:
         return {
             "checkpoints": paths,
             "steps": checkpoints.steps_of(names),
-            "architecture": known.model_type,
-            "parameters": known.parameters,
-            "routing_sites": len(known.sites),
             "other_settings": known.other_settings,
             "adapters": known.adapters,
-            "text": measured(text),
-            "examples": text.number,
-            "truncated": text.truncated,
-            "empty": text.empty,
             "floor": floor.results(),
             "rows": [held.row() for held in helds],
-            "settings": {**settings, "max_tokens": text.max_tokens, "device": str(device)},
-            "environment": environment(device),
+            **record_of(text, options, device, "per_site", "one_at_a_time"),  # these are of pairs alone
         }
 
     with unfinished(output) as folder:

@@ -6,6 +6,7 @@ from typing import Any
 
 from moe_rl.study.figures.floor import WORDS
 from moe_rl.study.floors import FLOORS
+from moe_rl.study.words import count
 
 
 def number(value: float | None) -> str:
@@ -52,6 +53,25 @@ def text_sentence(text: Mapping[str, Any], old: str) -> str:
     if len(text["kinds"]) == 1:
         return words[next(iter(text["kinds"]))]
     return ", ".join(f"{words[kind]} ({number:,} examples)" for kind, number in text["kinds"].items())
+
+
+def measured_sentence(results: Mapping[str, Any], tokens: str, old: str) -> str:
+    """How many `tokens` of what (in words) were measured, which text that is, and what of it was left out."""
+    said = f"{tokens}: {text_sentence(results['text'], old)}"
+    if results["truncated"]:
+        said += f"; {results['truncated']:,} examples cut to {results['settings']['max_tokens']} tokens"
+    return said + (f"; {results['empty']:,} without a token to measure" if results["empty"] else "")
+
+
+def model_sentence(results: Mapping[str, Any]) -> str:
+    sites = count(results["routing_sites"], "routing site")
+    return f"{results['architecture']}, {results['parameters']:,} parameters, {sites}"
+
+
+def interval(row: Mapping[str, Any]) -> str:
+    """A 95 % interval in brackets behind a rate; empty where there is none."""
+    low, high = row["low"], row["high"]
+    return "" if None in (low, high) or not low < high else f" [{percent(low)[:-2]}, {percent(high)[:-2]}]"
 
 
 def own_samples(text: Mapping[str, Any]) -> bool:
