@@ -6,28 +6,125 @@ other. What is measured is on disk after every checkpoint, in OUTPUT.partial, wh
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from moe_rl.drift import checkpoints
 from moe_rl.drift.adapters import sources
+from moe_rl.drift.change_tables import rates_of, site_table
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
+from moe_rl.drift.gates import gates_of, with_gates
 from moe_rl.drift.options import DriftOptions
-from moe_rl.drift.output import finite, output_folder, place_of, progress, record_of, short_names, unfinished
+from moe_rl.drift.output import Tick, finite, output_folder, place_of, progress, record_of, short_names, unfinished
+from moe_rl.drift.passes import keep_scored, kept_scored, scored
+from moe_rl.drift.prompts import Text, TextBatch
 from moe_rl.drift.run import check_options, text_of
 from moe_rl.drift.samples import FILE, recognising, to_measure
 from moe_rl.drift.series_page import draw, render, series_table
-from moe_rl.drift.series_passes import Held, Passes
 from moe_rl.drift.words import adapters_sentence, series_verdict, settings_sentence, swap_sentence, text_sentence
 from moe_rl.files import write_atomic, write_json
+from moe_rl.measure.arithmetic import GapSums
+from moe_rl.measure.scoring import Scored, score_live, score_replayed
+from moe_rl.routing import ChangeCounts, change_counts
 
 WRITTEN = "series.json", "series.csv", "sites.csv", "report.html", "figures", FILE
+
+
+Gates = Mapping[str, Tensor]
+
+
+class Held:
+    """What one checkpoint changed: against the first (`gap`), against the one before, and with swapped routers
+    (`counts`, by name). `gates`: its own routers."""
+
+    def __init__(self, name: str, gates: Gates) -> None:
+        self.name, self.gates = name, gates
+        self.gap = GapSums(pair="policies")
+        self.counts: dict[str, ChangeCounts] = {}
+
+    def add(self, batch: TextBatch, first: Scored, last: Scored, own: Scored, replayed: Tensor) -> None:
+        self.gap.add(first, own, replayed, batch.text.completion_mask.cpu())
+        self.change("step", batch, last, own)
+
+    def change(self, name: str, batch: TextBatch, old: Scored, new: Scored) -> None:
+        counts = change_counts(old.routes, new.routes, batch.text.completion_mask.cpu())
+        self.counts[name] = self.counts[name] + counts if name in self.counts else counts
+
+    @property
+    def tokens(self) -> int:
+        return self.gap.counts.tokens_total if self.gap.counts is not None else 0
+
+    def row(self) -> dict[str, Any]:
+        """`change` and `step`: slot, site and token change against the first and against the one before; `gap`: the
+        log-ratio against the first, natural and replayed (`gap_split`); `gate_swap`."""
+        assert self.gap.counts is not None
+        step, *swaps = (rates_of(self.counts[name]) for name in ("step", "routers", "body") if name in self.counts)
+        return {
+            "name": self.name,
+            "tokens": self.tokens,
+            "change": rates_of(self.gap.counts),
+            "step": step,
+            "gap": self.gap.metrics(),
+            "gate_swap": dict(zip(("routers", "body"), swaps, strict=True)) if len(swaps) == 2 else None,
+        }
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The forwards. load: the model of a number. cache: a folder for the routes and log-probabilities of two
+    checkpoints."""
+
+    names: Sequence[str]
+    load: Callable[[int], nn.Module]
+    text: Text
+    cache: Path
+    tick: Tick
+
+    def first(self, floor: Floor) -> Held:
+        """Score the first checkpoint, measure its noise floor; its row is of zeros."""
+        model = self.load(0)
+        held = Held(self.names[0], gates_of(model))
+        for number, batch in enumerate(self.text.batches()):
+            before = scored("checkpoint 1", model, batch.text)
+            floor.add(model, batch.text, before)
+            for name in ("first", "last"):
+                keep_scored(self.cache, f"{name}_{number}", before)
+            held.add(batch, before, before, before, before.logps)
+            self.tick()
+        floor.close()
+        return held
+
+    def other(self, index: int, gates: Gates | None) -> Held:
+        """Score a further checkpoint, live and with the first one's routes and, given `gates`, with its routers."""
+        model = self.load(index)
+        held = Held(self.names[index], gates_of(model))
+        for number, batch in enumerate(self.text.batches()):
+            (before, _), (last, _) = (kept_scored(self.cache, f"{name}_{number}") for name in ("first", "last"))
+            after = scored(f"checkpoint {index + 1}", model, batch.text)
+            held.add(batch, before, last, after, score_replayed(model, batch.text, before.routes, after.routes))
+            if gates is not None:
+                with with_gates(model, gates):
+                    held.change("body", batch, before, score_live(model, batch.text))
+            keep_scored(self.cache, f"last_{number}", after)
+            self.tick()
+        return held
+
+    def swapped(self, helds: Sequence[Held]) -> None:
+        """The first checkpoint again, with the routers of every other, into their rows."""
+        model = self.load(0)
+        for number, batch in enumerate(self.text.batches()):
+            before, _ = kept_scored(self.cache, f"first_{number}")
+            for held in helds:
+                with with_gates(model, held.gates):
+                    held.change("routers", batch, before, score_live(model, batch.text))
+            self.tick()
 
 
 def run_series(options: DriftOptions) -> Path:
@@ -112,5 +209,5 @@ def _write(folder: Path, results: dict[str, Any], helds: Sequence[Held], complet
 
 
 def _sites(helds: Sequence[Held]) -> pd.DataFrame:
-    """One row per checkpoint and routing site."""
-    return pd.concat([held.sites() for held in helds])
+    """One row per checkpoint and routing site, against the first checkpoint."""
+    return pd.concat([site_table(held.gap.counts, checkpoint=held.name) for held in helds if held.gap.counts])
