@@ -1,6 +1,6 @@
 """What `moe-rl floor` found: the verdict, a table for the terminal, a figure, a page."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,34 +64,22 @@ def _why(row: Mapping[str, Any]) -> str:
     return f"{label(row)}; {changed}; routing makes {percent(row['routing_share_gap_mean'])} of the mean gap"
 
 
-HEADS = (
-    "dtype",
-    "other arithmetic",
-    "slots changed",
-    "tokens changed",
-    "outside [0.9, 1.1]",
-    "replayed",
-    "mean |Δ log p|",
-    "replayed",
-    "routing share",
-    "largest",
+COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("slots changed", "slot_change", percent),
+    ("tokens changed", "token_change", percent),
+    ("outside [0.9, 1.1]", "outside_fraction", percent),
+    ("replayed", "outside_fraction_replayed", percent),
+    ("mean |Δ log p|", "gap_mean", number),
+    ("replayed", "gap_mean_replayed", number),
+    ("routing share", "routing_share_gap_mean", percent),
+    ("largest", "gap_max", number),
 )
+HEADS = ("dtype", "other arithmetic", *(head for head, _, _ in COLUMNS))
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """A row under `HEADS`."""
-    return [
-        str(row["dtype"]),
-        label(row),
-        percent(row["slot_change"]),
-        percent(row["token_change"]),
-        percent(row["outside_fraction"]),
-        percent(row["outside_fraction_replayed"]),
-        number(row["gap_mean"]),
-        number(row["gap_mean_replayed"]),
-        percent(row["routing_share_gap_mean"]),
-        number(row["gap_max"]),
-    ]
+    return [str(row["dtype"]), label(row), *(form(row[column]) for _, column, form in COLUMNS)]
 
 
 def say(results: Mapping[str, Any], console: Console) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.drift import figures as figures_of
-from moe_rl.drift import ratio_figures as ratios_of
 from moe_rl.drift.output import page_of
 from moe_rl.drift.sums import Sums
 from moe_rl.drift.words import (
@@ -54,10 +53,10 @@ def draw(
     ]
     rows = {name: np.nan if value is None else value for name, value in results["decomposition"].items()}
     if rows["token_variance"]:  # else there is nothing to take apart
-        drawn.append(ratios_of.log_ratios(sums.tails(), sums.variance_by_flips(), note))
-        drawn.append(ratios_of.decomposition(rows, note))
+        drawn.append(figures_of.log_ratios(sums.tails(), sums.variance_by_flips(), note))
+        drawn.append(figures_of.decomposition(rows, note))
         if "token_var_alone" in sites:
-            drawn.append(ratios_of.decomposition_by_site(sites, note))
+            drawn.append(figures_of.decomposition_by_site(sites, note))
     for figure in drawn:
         save_figure(figure, folder)
     return drawn

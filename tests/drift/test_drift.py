@@ -17,7 +17,6 @@ from moe_rl.drift import figures, run
 from moe_rl.drift.checkpoints import fits_twice
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.page import summary
-from moe_rl.drift.ratio_figures import log_ratios
 from moe_rl.drift.run import DriftOptions, run_drift
 from moe_rl.drift.words import floor_text
 from moe_rl.measure import noise_floor
@@ -270,7 +269,7 @@ def test_a_comparison_on_a_gpu_mixes_no_devices(saved, prompts, tmp_path, undraw
 def test_of_few_tokens_the_log_ratios_say_so():
     tails = pd.DataFrame({"log_ratio": ["natural"] * 2, "size": [0.1, 0.2], "share": [0.5, 0.1]})
     few = pd.DataFrame({"flips": [0, 1], "tokens": [29, 3], "natural": [0.1, 0.2], "replayed": [0.1, 0.1]})
-    right = log_ratios(tails, few, "").figure.axes[1]
+    right = figures.log_ratios(tails, few, "").figure.axes[1]
     assert [text.get_text() for text in right.texts] == ["no bin has 30 tokens"] and not len(right.get_xticks())
-    right = log_ratios(tails, few.assign(tokens=30), "").figure.axes[1]
+    right = figures.log_ratios(tails, few.assign(tokens=30), "").figure.axes[1]
     assert not right.texts and right.get_yscale() == "log"
