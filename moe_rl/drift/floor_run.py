@@ -175,8 +175,9 @@ def _check(options: FloorOptions) -> torch.device:
         raise DriftError("--dtypes: at least one, e.g. --dtypes bfloat16 float16")
     for dtype in options.dtypes:
         checkpoints.check_dtype(dtype, "--dtypes")
-    if len(set(options.dtypes)) < len(options.dtypes):
-        raise DriftError(f"--dtypes: one of {' '.join(options.dtypes)} is named twice")
+    for option, named in (("--dtypes", options.dtypes), ("--experts", options.experts)):
+        if len(set(named)) < len(named):
+            raise DriftError(f"{option}: one of {' '.join(named)} is named twice")
     for experts in options.experts:
         try:
             check_experts_name(experts)
