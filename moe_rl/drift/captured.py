@@ -5,6 +5,7 @@ Everywhere: ids `[B,T,L,K]` of the compared layers, -1 where there is no row; `r
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ class Captured:
     """Sequences as another program captured them, nothing checked: token ids `[n]`, expert ids `[rows, layers, K]`.
     `sites`, `experts`: names of the layers and their numbers of experts, where the file has them. `logps`: what the
     engine gave each token, nats `[n]`, NaN for nothing. `prompts`: alike in responses to one prompt, where the
-    file says which that is. `notes`: how it was read."""
+    file says which that is. `notes`: how the file of that `path` was read."""
 
     tokens: Sequence[np.ndarray]
     ids: Sequence[np.ndarray]
@@ -32,6 +33,7 @@ class Captured:
     experts: tuple[int, ...] | None = None
     prompts: Sequence[str] | None = None
     notes: tuple[str, ...] = ()
+    path: Path = Path()
 
     def shape(self) -> tuple[int, int]:
         """Layers and experts per token. Raises ValueError: ids of a sequence are no integers `[rows, layers, K]`, or
