@@ -93,6 +93,7 @@ def unfinished(output: Path) -> Iterator[Path]:
                 old.unlink()
         try:
             yield partial
+            shutil.rmtree(partial / "cache", ignore_errors=True)
             (partial / ".lock").unlink(missing_ok=True)
             put_in_place(partial, output)
         finally:

@@ -5,28 +5,26 @@ other. What is measured is on disk after every checkpoint, in OUTPUT.partial, wh
 """
 
 import json
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_rl.drift import checkpoints
-from moe_rl.drift.adapters import sources
 from moe_rl.drift.change_tables import rates_of, site_table
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.gates import gates_of, with_gates
 from moe_rl.drift.options import DriftOptions
-from moe_rl.drift.output import Tick, finite, output_folder, place_of, progress, record_of, short_names, unfinished
+from moe_rl.drift.output import Tick, finite, place_of, progress, record_of, short_names, unfinished
 from moe_rl.drift.passes import keep_scored, kept_scored, scored
 from moe_rl.drift.prompts import Text, TextBatch
-from moe_rl.drift.run import check_options, text_of
-from moe_rl.drift.samples import FILE, recognising, to_measure
+from moe_rl.drift.run import checked
+from moe_rl.drift.samples import FILE, Load, to_measure
 from moe_rl.drift.series_page import draw, render, series_table
 from moe_rl.drift.words import adapters_sentence, series_verdict, settings_sentence, swap_sentence, text_sentence
 from moe_rl.files import write_atomic, write_json
@@ -78,18 +76,18 @@ class Held:
 
 @dataclass(frozen=True)
 class Passes:
-    """The forwards. load: the model of a number. cache: a folder for the routes and log-probabilities of two
+    """The forwards. loads: of each model. cache: a folder for the routes and log-probabilities of two
     checkpoints."""
 
     names: Sequence[str]
-    load: Callable[[int], nn.Module]
+    loads: Sequence[Load]
     text: Text
     cache: Path
     tick: Tick
 
     def first(self, floor: Floor) -> Held:
         """Score the first checkpoint, measure its noise floor; its row is of zeros."""
-        model = self.load(0)
+        model = self.loads[0]()
         held = Held(self.names[0], gates_of(model))
         for number, batch in enumerate(self.text.batches()):
             before = scored("checkpoint 1", model, batch.text)
@@ -103,7 +101,7 @@ class Passes:
 
     def other(self, index: int, gates: Gates | None) -> Held:
         """Score a further checkpoint, live and with the first one's routes and, given `gates`, with its routers."""
-        model = self.load(index)
+        model = self.loads[index]()
         held = Held(self.names[index], gates_of(model))
         for number, batch in enumerate(self.text.batches()):
             (before, _), (last, _) = (kept_scored(self.cache, f"{name}_{number}") for name in ("first", "last"))
@@ -118,7 +116,7 @@ class Passes:
 
     def swapped(self, helds: Sequence[Held]) -> None:
         """The first checkpoint again, with the routers of every other, into their rows."""
-        model = self.load(0)
+        model = self.loads[0]()
         for number, batch in enumerate(self.text.batches()):
             before, _ = kept_scored(self.cache, f"first_{number}")
             for held in helds:
@@ -132,40 +130,33 @@ def run_series(options: DriftOptions) -> Path:
 
     Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
     """
-    dtype, device = check_options(options)
     paths = checkpoints.chosen(options.checkpoints)
+    options = replace(options, checkpoints=tuple(paths))
     places = [place_of(path) for path in paths]
     if len(set(places)) < len(places):
         raise DriftError(f"the series names {next(p for p in places if places.count(p) > 1)} twice")
     names = short_names(paths)
-    default = Path("runs") / "drift" / f"{names[0]}_to_{names[-1]}"
-    output = output_folder(options.output, default, WRITTEN, options.prompts)
     labels = [f"checkpoint {i} ({name})" for i, name in enumerate(names, start=1)]
-    of = sources(dict(zip(labels, paths, strict=True)), options.base)
-    known = checkpoints.check(of, options.tokenizer, options.trust_remote_code)
-    given, floor = text_of(options, known, output), Floor(options.floor_sequences)
+    output, given, device, loads = checked(options, labels, f"{names[0]}_to_{names[-1]}", WRITTEN)
+    floor = Floor(options.floor_sequences)
     helds: list[Held] = []
-
-    def load(index: int) -> nn.Module:
-        return checkpoints.load(labels[index], of[labels[index]], dtype, device, options.trust_remote_code)
 
     def results_now() -> dict[str, Any]:
         return {
             "checkpoints": paths,
             "steps": checkpoints.steps_of(names),
-            "other_settings": known.other_settings,
-            "adapters": known.adapters,
+            "other_settings": text.known.other_settings,
+            "adapters": text.known.adapters,
             "floor": floor.results(),
             "rows": [held.row() for held in helds],
             **record_of(text, options, device, "per_site", "one_at_a_time"),  # these are of pairs alone
         }
 
     with unfinished(output) as folder:
-        text = to_measure(options, given, lambda: load(0), folder, output)
+        text, loads[0] = to_measure(options, given, loads[0], folder, output)
         total = (len(paths) + (1 if options.gate_swap else 0)) * text.most_batches
         with progress(Console(stderr=True), total) as tick:
-            first_of = recognising(text, lambda: load(0))
-            passes = Passes(names, lambda i: load(i) if i else first_of(), text, folder / "cache", tick)
+            passes = Passes(names, loads, text, folder / "cache", tick)
             first = passes.first(floor)
             if not first.tokens:
                 raise text.nothing_left()
@@ -175,7 +166,6 @@ def run_series(options: DriftOptions) -> Path:
                 _write(folder, results_now(), helds, complete=False)
             if options.gate_swap:
                 passes.swapped(helds[1:])
-        shutil.rmtree(folder / "cache", ignore_errors=True)
         results = _write(folder, results_now(), helds, complete=True)
         figures = draw(results, _sites(helds), folder / "figures")
         write_atomic(folder / "report.html", render(results, figures))
