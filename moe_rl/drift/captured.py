@@ -91,7 +91,8 @@ class Work:
     def of(ids: Int[np.ndarray, "B T layers K"], there: Bool[np.ndarray, "B T"], words: Sequence[np.ndarray]) -> "Work":
         """The rows of `there`. words: the token ids of each sequence."""
         tokens = np.concatenate([some[held[: len(some)]] for some, held in zip(words, there, strict=True)])
-        return Work(ids[there], *np.nonzero(there), tokens)
+        sequence, position = np.nonzero(there)
+        return Work(ids[there], sequence, position, tokens)
 
     def drop(self, which: Bool[np.ndarray, " n"]) -> None:
         parts = (self.ids, self.sequence, self.position, self.tokens)

@@ -5,6 +5,7 @@ Everything is counted as overlap of sets: slot agreement is abs(captured ∩ mod
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -194,10 +195,11 @@ def _comparable(captured: Captured, own: OwnRoutes, expected: tuple[int, ...]) -
     starts, said = _starts(captured, own, lengths)
     ids, rows, more = laid(captured.ids, starts, lengths)
     site_of = {layer: site for site, layer in enumerate(expected) if layer >= 0}
-    layers, holds = range(ids.shape[2]), (ids > 0).any((0, 1, 3))
+    layers = range(ids.shape[2])
+    holds: Any = (ids > 0).any((0, 1, 3))
     # Zeros of one slot may be expert 0, but of a dense layer.
     held = [c for c in layers if holds[c] or (K == 1 and c in site_of and (ids[:, :, c] == 0).any())] or list(layers)
-    hashed = twice(own.ids).any((0, 1))
+    hashed: Any = twice(own.ids).any((0, 1))
     tables = np.array([c in site_of and bool(hashed[site_of[c]]) for c in held])
     names, experts = [f"layer {c}" for c in held], [max(own.experts)] * len(held)  # layers may be in another order
     there, wrong = routed(ids[:, :, held], rows, lengths, tables, names, experts)
