@@ -16,7 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from moe_rl.measure import check_shared_prompts, share_prompts, token_logps
 from moe_rl.measure.decoding import decoded_logps
 from moe_rl.measure.scoring import TokenBatch
-from moe_rl.measure.shared_prompts import _parts, too_long
+from moe_rl.measure.shared_prompts import too_long
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
@@ -78,15 +78,6 @@ def test_rows_are_as_long_as_asked_for_unless_one_text_is_longer():
     assert share_prompts(*texts(), longest=7).input_ids.shape[1] <= 7
     assert share_prompts(*texts(), longest=1).input_ids.shape == (6, 6)  # 3 4 5 6 7 8, and five shorter ones
     assert share_prompts(*texts(), longest=1).tokens == 6 + 3 + 4 + 4 + 2 + 1
-
-
-def test_rows_are_nearly_equal_where_that_fits_and_as_few_as_can_be():
-    assert _parts([4, 3, 3, 2], 8) == [[0, 3], [1, 2]], "6 and 6, not 7 and 5"
-    assert _parts([5, 4, 3, 3, 3], 9) == [[0, 1], [2, 3, 4]], "each into the emptier would make 8 and 10"
-    assert _parts([2, 10, 2], 5) == [[1], [0, 2]]
-    ids = torch.arange(1, 6).expand(9, 5).clone()
-    whole = torch.ones_like(ids)
-    assert share_prompts(ids, whole, whole * (ids > 1)).input_ids.shape == (3, 10), "twice the longest sequence"
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
