@@ -13,7 +13,7 @@ captured routes against a model, and against others.
 - `run`          all of a pair, and what is written
 - `series`       the same of n checkpoints, one model in memory at a time
 - `floor_run`    `moe-rl floor`, on `moe_rl.measure.arithmetic`
-- `check`        `moe-rl check-routes`; `compare` (on `compare_rows`, told by `compare_page`) is `moe-rl compare-routes`
+- `check`        `moe-rl check-routes`; `compare` (on `compare_rows`) is `moe-rl compare-routes`
 - `commands`     all of these as the command line calls them
 - `plot`         inline views for notebooks
 """

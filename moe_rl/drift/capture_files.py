@@ -103,15 +103,16 @@ def read_capture(
     if not all(each is None for each in given):
         none = [np.full(len(words), np.nan) for words in tokens]
         logps = [n if x is None else x for x, n in zip(given, none, strict=True)]
-    return Captured(tokens, ids, logps=logps, prompts=prompts, notes=tuple(notes))
+    return Captured(tokens, ids, logps=logps, prompts=prompts, notes=tuple(notes), path=path)
 
 
-def likely_padding(tokens: Sequence[np.ndarray], *paths: Path) -> tuple[int, int, str] | None:
-    """The token of which most sequences begin or end with three, how many do, and what to do where it pads the files;
-    None where none does."""
+def likely_padding(*files: Captured) -> tuple[int, int, str] | None:
+    """The token of which most sequences begin or end with three, how many do, and what to do where it pads the files,
+    which are of the same tokens; None where none does."""
+    paths = [file.path for file in files]
     runs = Counter(
         int(token)
-        for words in tokens
+        for words in files[0].tokens
         for token in {end[0] for end in (words[:3], words[-3:]) if len(words) > 3 and (end == end[0]).all()}
     )
     if not runs:
@@ -138,6 +139,7 @@ def _own(routes: RoutedExperts, path: Path, pad: int | None) -> Captured:
         routes.sites,
         experts=(experts,) * len(routes.sites) if isinstance(experts, int) else experts,
         notes=tuple(notes),
+        path=path,
     )
 
 

@@ -73,7 +73,7 @@ def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
         say("no token here has a log-probability of the engine (masked, -inf, or cut off)")
     notes = [Finding("as read", note, False) for note in captured.notes]
     after = []
-    if result.faults and options.pad_token_id is None and (padding := likely_padding(captured.tokens, options.file)):
+    if result.faults and options.pad_token_id is None and (padding := likely_padding(captured)):
         token, _, remedy = padding
         text = f"sequences begin or end with runs of token {token}; if that is padding, its rows were compared, too, "
         after = [Finding("padding?", f"{text}and what is named above may be nothing else: {remedy}", False)]
@@ -160,12 +160,13 @@ def own_routes(
     return found, live, copies
 
 
-def _ids_of(scored: Sequence[Scored], texts: Sequence[TokenBatch]) -> list[np.ndarray]:
-    return [
-        ids[mask].to(torch.int32).numpy()
+def _ids_of(scored: Sequence[Scored], texts: Sequence[TokenBatch]) -> np.ndarray:
+    ids = [
+        some[mask].to(torch.int32)
         for one, text in zip(scored, texts, strict=True)
-        for ids, mask in zip(one.routes.ids, text.attention_mask, strict=True)
+        for some, mask in zip(one.routes.ids, text.attention_mask, strict=True)
     ]
+    return pad_left_aligned(ids, -1).numpy()
 
 
 def page(result: RouteCheck) -> list[str]:

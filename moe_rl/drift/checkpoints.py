@@ -35,17 +35,9 @@ from moe_rl.processes import suit_model
 from moe_rl.routing import UnsupportedModelError, routing_sites
 
 SIZES = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_k",
-    "num_hidden_layers",
-    "hidden_size",
-    "vocab_size",
-)
+    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "num_experts_per_token", "moe_topk",
+    "moe_k", "num_hidden_layers", "hidden_size", "vocab_size",
+)  # fmt: skip
 _NO_MATTER = re.compile(
     "^_|architectures|version|dtype|use_cache|token_id|^output_(attentions|hidden_states|router_logits)|return_dict"
     "|id2label|label2id|problem_type|^chunk_size|initializer|aux_loss|dropout|input_jitter|moe_jitter|tie_word"
@@ -160,7 +152,7 @@ def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_rem
     """
     (first, source), *others = sources.items()
     a = _skeleton(first, source.base, trust_remote_code)
-    shapes, other_settings = _shapes(a), list[str]()
+    other_settings = list[str]()
     for name, source in others:
         b = _skeleton(name, source.base, trust_remote_code)
         if type(a) is not type(b):
@@ -168,25 +160,11 @@ def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_rem
                 f"two architectures: {first} is {type(a).__name__}, {name} is {type(b).__name__}. Routes can only be "
                 "compared, and replayed, between checkpoints of one architecture."
             )
-        for size in SIZES:
-            ours, theirs = (getattr(model.config, size, None) for model in (a, b))
-            if ours != theirs:
-                raise DriftError(f"two architectures: {size} is {ours} in {first} and {theirs} in {name}")
-        found = _shapes(b)
-        for tensor in sorted(shapes.keys() | found.keys()):
-            if shapes.get(tensor) != found.get(tensor):
-                raise DriftError(
-                    f"two architectures: {tensor} is {shapes.get(tensor)} in {first} and {found.get(tensor)} in {name}"
-                )
-        ours, theirs = (experts_per_token(model.config.get_text_config()) for model in (a, b))
-        if ours != theirs:  # nested, or of another name than in SIZES
-            raise DriftError(f"two architectures: {ours} experts for a token in {first} and {theirs} in {name}")
-        ours, theirs = (_flat(_settings(model.config.to_dict())) for model in (a, b))
-        other_settings += [
-            f"{key} is {ours.get(key)} in {first} and {theirs.get(key)} in {name}"
-            for key in sorted(ours.keys() | theirs.keys())
-            if ours.get(key) != theirs.get(key)
-        ]
+        for what, ours, theirs in _differing(_architecture(a), _architecture(b)):
+            raise DriftError(f"two architectures: {what} is {ours} in {first} and {theirs} in {name}")
+        settings = (_flat(_settings(model.config.to_dict())) for model in (a, b))
+        differ = sorted(_differing(*settings))
+        other_settings += [f"{key} is {ours} in {first} and {theirs} in {name}" for key, ours, theirs in differ]
     vocabulary = vocabulary_of(a)
     return Checkpoints(
         pad_within(_tokenizer(sources, tokenizer, trust_remote_code), vocabulary),
@@ -235,8 +213,17 @@ def _flat(given: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     return found
 
 
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+def _architecture(model: Any) -> dict[str, Any]:
+    """What is alike in checkpoints that can be compared: sizes, then the shape of every tensor."""
+    sizes = {size: getattr(model.config, size, None) for size in SIZES}
+    sizes |= {"the number of experts for a token": experts_per_token(model.config.get_text_config())}  # by any name
+    return sizes | {name: tuple(tensor.shape) for name, tensor in sorted(model.state_dict().items())}
+
+
+def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Names under which they hold different values, with both values; None for nothing."""
+    pairs = ((name, ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs]))
+    return [(name, a, b) for name, a, b in pairs if a != b]
 
 
 def check_device(name: str | None) -> torch.device:
@@ -350,13 +337,11 @@ def _tokenizer(sources: Mapping[str, Source], chosen: str | None, trust_remote_c
 
 def _same_tokens(ours: Any, theirs: Any, first: str, which: str) -> None:
     remedy = "If one of them is right for both, name it: --tokenizer PATH."
-    a, b = ours.get_vocab(), theirs.get_vocab()
-    differ = sorted(token for token in a.keys() | b.keys() if a.get(token) != b.get(token))
-    if differ:
-        token = differ[0]
+    if differ := sorted(_differing(ours.get_vocab(), theirs.get_vocab())):
+        token, a, b = differ[0]
         raise DriftError(
-            f"two tokenizers: {len(differ)} tokens differ, the first is {token!r} ({a.get(token)} in {first}, "
-            f"{b.get(token)} in {which}). {remedy}"
+            f"two tokenizers: {len(differ)} tokens differ, the first is {token!r} ({a} in {first}, {b} in {which}). "
+            f"{remedy}"
         )
     for text in SAMPLE:
         if _encoded(ours, text) != _encoded(theirs, text):

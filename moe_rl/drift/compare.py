@@ -3,8 +3,7 @@ model: what changed, by the definitions of `moe_rl.routing.change`, and which fa
 
 import dataclasses
 import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,15 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from moe_rl.drift.capture_files import likely_padding, read_capture
-from moe_rl.drift.captured import LAYERS, Captured, Finding, OwnRoutes, Work
+from moe_rl.drift.captured import LAYERS, PREFIXES, UNROUTED, Captured, Finding, OwnRoutes, Work, routed
 from moe_rl.drift.change_tables import SITE_COLUMNS, by_cluster, changed_in, intervals_of, site_table
-from moe_rl.drift.compare_page import page, verdict
-from moe_rl.drift.compare_rows import cut_sets, hash_routed, parts_apart, placed, routed
+from moe_rl.drift.compare_rows import PARTS, cut_sets, hash_routed, parts_apart, placed
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CompareOptions, check_least
 from moe_rl.drift.output import finite, output_folder, unfinished
 from moe_rl.drift.route_check import UNTOLD, by_chance, clearly, mean_of, search
 from moe_rl.drift.route_search import pairs_of
-from moe_rl.drift.words import percent
+from moe_rl.drift.words import interval, number, percent
 from moe_rl.files import write_atomic, write_json
 from moe_rl.measure.metrics import balance_metrics, ratio_metrics, ratio_range_metrics
 from moe_rl.routing import RoutedExperts, RoutingError, change_counts, expert_load, flips_per_token, slot_change
@@ -60,16 +58,14 @@ def compared(options: CompareOptions) -> dict[str, Any]:
     Raises DriftError: a file that cannot be read, or files of other sequences, tokens, layers, top-k or experts.
     """
     check_least(options, experts=1, top_k=1, pad_token_id=0)
-    paths = options.old, options.new
-    old, new = files = [read_capture(path, options.top_k, options.pad_token_id) for path in paths]
-    K = _check_alike(paths, files, options.top_k)
-    layers, sites, findings = _paired(paths, files)
+    old, new = files = [read_capture(path, options.top_k, options.pad_token_id) for path in (options.old, options.new)]
+    K = _check_alike(old, new, options.top_k)
+    layers, sites, findings = _paired(old, new)
     known = _experts(options, files, layers)
-    _check_unsigned(paths, files, known)
     lengths = [len(tokens) for tokens in old.tokens]
     words = pad_left_aligned([torch.from_numpy(tokens.astype(np.int64)) for tokens in old.tokens], -1).numpy()
     cut = [[ids[:, chosen] for ids in file.ids] for file, chosen in zip(files, layers, strict=True)]
-    laid = [placed(one, other, lengths, str(path)) for one, other, path in zip(cut, cut[::-1], paths, strict=True)]
+    laid = [placed(cut[0], cut[1], lengths, str(old.path)), placed(cut[1], cut[0], lengths, str(new.path))]
     tables = hash_routed([ids for ids, _, _ in laid], words)
     experts = known or (LARGEST + 1,) * len(sites)
     ids, held_by = [], []
@@ -81,12 +77,8 @@ def compared(options: CompareOptions) -> dict[str, Any]:
     held = np.logical_and(*held_by)
     found: dict[str, Any] = {**dict.fromkeys(MEASURED), "by_site": []}
     if held.any():
-        sequence, position = np.nonzero(held_by[1])
-        of, usable = words[sequence, position], np.ones(len(sequence), bool)
-        work = Work(ids[1][sequence, position], sequence, position, of, usable)
-        theirs = [side[:n] for side, n in zip(ids[0], lengths, strict=True)]
-        most = known or (int(max(side.max() for side in ids)) + 1,) * len(sites)
-        own = OwnRoutes(theirs, theirs, sites, most, tuple(range(len(sites))), len(sites))
+        work = Work.of(ids[1], held_by[1], old.tokens)
+        own = OwnRoutes(ids[0], ids[0], sites, experts, tuple(range(len(sites))), len(sites))
         chance, undone = _explained(work, own)
         findings += _of("NEW against OLD", work.findings)
         findings += _of("OLD", cut_sets(ids[0], held))
@@ -98,7 +90,7 @@ def compared(options: CompareOptions) -> dict[str, Any]:
         found |= {"clusters_are_prompts": bool(old.prompts or new.prompts)}
         found |= {"slot_change_of_other_tokens": 1 - chance, "slot_change_once_undone": undone}
     faults = list(dict.fromkeys(finding.name for finding in findings if finding.fault))
-    findings = _notes(paths, files, told=bool(faults)) + findings
+    findings = _notes(old, new, told=bool(faults)) + findings
     results = {
         "verdict": verdict(found, faults),
         "ok": bool(held.any()) and not faults,
@@ -142,19 +134,16 @@ def _explained(work: Work, own: OwnRoutes) -> tuple[float, float | None]:
     return usual, 1 - float(np.mean([each.mean() for each in agree.values()])) if known else None
 
 
-def _notes(paths: Sequence[Path], files: Sequence[Captured], told: bool) -> list[Finding]:
+def _notes(old: Captured, new: Captured, told: bool) -> list[Finding]:
     """How the files were read, and what about them may be meant otherwise. told: whether a fault was, which padding
     of one sequence may be."""
-    said = [
-        Finding("as read", f"{side}: {text}", False)
-        for side, f in zip(("OLD", "NEW"), files, strict=True)
-        for text in f.notes
-    ]
-    if paths[0].resolve() == paths[1].resolve():
+    sides = {"OLD": old, "NEW": new}
+    said = [Finding("as read", f"{side}: {text}", False) for side, file in sides.items() for text in file.notes]
+    if old.path.resolve() == new.path.resolve():
         said.append(Finding("one file", "OLD and NEW are the same file", False))
-    if len(lacking := [side for side, f in zip(("OLD", "NEW"), files, strict=True) if f.logps is None]) == 1:
+    if len(lacking := [side for side, file in sides.items() if file.logps is None]) == 1:
         said.append(Finding("log-probabilities", f"{lacking[0]} has none: they are not compared", False))
-    token, many, remedy = likely_padding(files[0].tokens, *paths) or (0, 0, "")
+    token, many, remedy = likely_padding(old, new) or (0, 0, "")
     if many > 1 or (many and told):
         which = "1 sequence begins or ends" if many == 1 else f"{many} sequences begin or end"
         text = f"{which} with a run of token {token}, and these tokens count: if it is padding, {remedy}"
@@ -162,32 +151,19 @@ def _notes(paths: Sequence[Path], files: Sequence[Captured], told: bool) -> list
     return said
 
 
-def _check_unsigned(paths: Sequence[Path], files: Sequence[Captured], experts: tuple[int, ...] | None) -> None:
-    """Raises DriftError for the largest number of an unsigned kind, which a -1 becomes, unless there are so many
-    experts."""
-    for path, file in zip(paths, files, strict=True):
-        for b, ids in enumerate(file.ids):
-            if experts is None and ids.dtype.kind == "u" and ids.size and ids.max() == np.iinfo(ids.dtype).max:
-                raise DriftError(
-                    f"{path}: sequence {b} has id {ids.max()}, the largest {ids.dtype}: a -1 that wrapped? If there "
-                    f"are so many experts: --experts {int(ids.max()) + 1}"
-                )
-
-
-def _check_alike(paths: Sequence[Path], files: Sequence[Captured], top_k: int | None) -> int:
+def _check_alike(old: Captured, new: Captured, top_k: int | None) -> int:
     """K of both. Raises DriftError where they are not of the same tokens, or hold what cannot be compared."""
-    slots = []
-    for path, file in zip(paths, files, strict=True):
+    slots, first, second = [], old.path, new.path
+    for file in (old, new):
         try:
             slots.append(file.shape()[1])
         except ValueError as error:
-            raise DriftError(f"{path}: {error}") from error
+            raise DriftError(f"{file.path}: {error}") from error
         if top_k not in (None, slots[-1]):
-            raise DriftError(f"--top-k {top_k}: {path} has {count(slots[-1], 'expert')} for a token")
+            raise DriftError(f"--top-k {top_k}: {file.path} has {count(slots[-1], 'expert')} for a token")
         for b, ids in enumerate(file.ids):
             if len(odd := ids[(ids < -1) | (ids > LARGEST)]):
-                raise DriftError(f"{path}: sequence {b} has id {odd[0]}; expected 0..{LARGEST}, or -1 for no route")
-    (old, new), (first, second) = files, paths
+                raise DriftError(f"{file.path}: sequence {b} has id {odd[0]}; expected 0..{LARGEST}, or -1 (no route)")
     if len(old.tokens) != len(new.tokens):
         raise DriftError(f"{second} holds {count(len(new.tokens), 'sequence')}, {first} {len(old.tokens)}")
     for b, (words, others) in enumerate(zip(old.tokens, new.tokens, strict=True)):
@@ -213,20 +189,17 @@ def _check_alike(paths: Sequence[Path], files: Sequence[Captured], top_k: int | 
     return slots[0]
 
 
-def _paired(
-    paths: Sequence[Path], files: Sequence[Captured]
-) -> tuple[list[tuple[int, ...]], tuple[str, ...], list[Finding]]:
+def _paired(old: Captured, new: Captured) -> tuple[list[tuple[int, ...]], tuple[str, ...], list[Finding]]:
     """The layers of each file that are compared: those of one name where both files have names, else of one number or,
     in files of other depths, in the order of those that hold routes. Their names, and what is left out: layers that
     hold nothing, a fault where the other file has routes there."""
-    old, new = (file.sites for file in files)
-    columns = [list(range(file.shape()[0])) for file in files]
-    if old is not None and new is not None:
-        if alone := sorted(set(old) ^ set(new)):
-            where = paths[0] if alone[0] in old else paths[1]
+    files, columns = (old, new), [list(range(file.shape()[0])) for file in (old, new)]
+    if old.sites is not None and new.sites is not None:
+        if alone := sorted(set(old.sites) ^ set(new.sites)):
+            where = old.path if alone[0] in old.sites else new.path
             raise DriftError(f"site {alone[0]} is only in {where} (one of {len(alone)}): routes of different models?")
-        columns[1] = [new.index(site) for site in old]
-    least = int(old is None or new is None)  # zeros of a file without names may be no routes
+        columns[1] = [new.sites.index(site) for site in old.sites]
+    least = int(old.sites is None or new.sites is None)  # zeros of a file without names may be no routes
     held = [
         [i for i, c in enumerate(chosen) if any((ids[:, c] >= least).any() for ids in file.ids)]
         for file, chosen in zip(files, columns, strict=True)
@@ -235,7 +208,7 @@ def _paired(
     text, notes, alike = f"OLD has routes in {said[0]}, NEW in {said[1]}", [], len(columns[0]) == len(columns[1])
     if alike:
         both, either = {*held[0]} & {*held[1]}, {*held[0]} | {*held[1]}
-        names = old or new or columns[0]
+        names = old.sites or new.sites or columns[0]
         if both and both != either:
             only = [names[i] for i in sorted(either - both)]
             notes = [Finding(LAYERS, f"{text}: {only} in one file only, which are in no rate")]
@@ -244,7 +217,7 @@ def _paired(
             notes.append(Finding("layers of zeros", text, fault=False))
         held = [sorted(both or either or columns[0])] * 2  # of a file without any, all: that is said
     if len(held[0]) != len(held[1]) or not held[0]:
-        raise DriftError(f"{paths[1]} has routes in {said[1]}, {paths[0]} in {said[0]}: capture the same layers")
+        raise DriftError(f"{new.path} has routes in {said[1]}, {old.path} in {said[0]}: capture the same layers")
     if not alike:
         notes += [Finding("dense layers left out", f"{text}; these are compared in their order", fault=False)]
     layers = [tuple(chosen[i] for i in some) for chosen, some in zip(columns, held, strict=True)]
@@ -255,7 +228,8 @@ def _paired(
 def _experts(
     options: CompareOptions, files: Sequence[Captured], layers: Sequence[Sequence[int]]
 ) -> tuple[int, ...] | None:
-    """Of each site, where the files or `--experts` say it."""
+    """Of each site, where the files or `--experts` say it. Raises DriftError where they do not agree, or nothing says
+    it and an id is the largest of an unsigned kind, which a -1 becomes."""
     pairs = zip(files, layers, strict=True)
     known = {tuple(file.experts[c] for c in chosen) for file, chosen in pairs if file.experts is not None}
     if options.experts is not None:
@@ -263,6 +237,13 @@ def _experts(
     if len(known) > 1:
         each = " and ".join(", ".join(map(str, sorted(set(experts)))) for experts in sorted(known))
         raise DriftError(f"the files and --experts name different numbers of experts: {each}")
+    for file in files if not known else ():
+        for b, ids in enumerate(file.ids):
+            if ids.dtype.kind == "u" and ids.size and ids.max() == np.iinfo(ids.dtype).max:
+                raise DriftError(
+                    f"{file.path}: sequence {b} has id {ids.max()}, the largest {ids.dtype}: a -1 that wrapped? If "
+                    f"there are so many experts: --experts {int(ids.max()) + 1}"
+                )
     return next(iter(known), None)
 
 
@@ -318,3 +299,66 @@ def _gaps(old: Captured, new: Captured) -> dict[str, Any] | None:
     counts = {"tokens": d.numel(), "left_out": int((~np.isnan(a) | ~np.isnan(b)).sum()) - d.numel()}
     counts["zero_in_both"] = int(((a == 0) & (b == 0)).sum())
     return counts | {name: float(found[name]) for name in names}
+
+
+def verdict(found: Mapping[str, Any], faults: Sequence[str]) -> str:
+    """One sentence."""
+    if not found["change"]:
+        return f"Nothing can be compared: no token has routes in both files{': ' * bool(faults)}{', '.join(faults)}."
+    parts = []
+    for level, row in found["change"].items():
+        parts.append(f"{percent(row['rate'])} of {level}s{interval(row)}")
+    said = f"{', '.join(parts[:-1])} and {parts[-1]} changed from OLD to NEW"
+    wrong = [name for name in faults if name not in (PREFIXES, UNROUTED, LAYERS)]
+    if not wrong:
+        return f"{said}{'. Left out: ' * bool(faults)}{', '.join(faults)}."
+    if not (other := [name for name in wrong if name not in (UNTOLD, PARTS)]):
+        these = "these are" if UNTOLD in wrong else "all of these are"
+        return f"Nothing shows that {these} of the same tokens and layers. As they stand, {said}."
+    undone = found["slot_change_once_undone"]
+    more = "" if undone is None else f"; {percent(undone)} of slots once that is undone"
+    return f"This is no change of routing: {', '.join(other)}. As they stand, {said}{more}."
+
+
+def page(results: Mapping[str, Any]) -> list[str]:
+    """Verdict, findings, what was compared, and a line per site, as text."""
+    without, loads, gaps, rows = (results[name] for name in ("without_route", "loads", "logprobs", "by_site"))
+    lines = [results["verdict"], ""]
+    lines += [f"  {'fault' if f['fault'] else 'note'}: {f['name']}: {f['text']}" for f in results["findings"]]
+    lines.append(
+        f"Compared: {results['compared']} of {count(results['tokens'], 'token')} of "
+        f"{count(results['sequences'], 'sequence')}, {count(len(rows), 'site')}, top-{results['experts_per_token']}. "
+        f"Tokens without a route at every site, in no rate: {without['old']} in OLD, {without['new']} in NEW."
+    )
+    if gaps:
+        lines.append(
+            f"Log-probabilities, d = NEW - OLD over {count(gaps['tokens'], 'token')}: mean |d| "
+            f"{number(gaps['gap_mean'])} nats, k3 {number(gaps['k3'])}, ratio e^d outside [0.9, 1.1] for "
+            f"{percent(gaps['outside_fraction'])}; {gaps['left_out']} left out (in one file only, or not finite)."
+        )
+        if gaps["zero_in_both"]:
+            lines.append(f"  {gaps['zero_in_both']} of these are exactly 0 in both files: filled in, of a prompt?")
+    if not rows:
+        return lines
+    lines.append(
+        f"With routes of other tokens {percent(results['slot_change_of_other_tokens'])} of slots would differ."
+    )
+    whose = "prompt" if results["clusters_are_prompts"] else "sequence of other tokens"
+    alone = "" if results["clusters_are_prompts"] else "; responses to one prompt are taken as independent"
+    lines.append(f"Intervals are over {results['clusters']} clusters, one for each {whose}{alone}.")
+    for side, load in (loads or {}).items():
+        vio, most, entropy = (number(load[name]) for name in ("max_vio_mean", "max_vio_max", "load_entropy_mean"))
+        lines.append(f"Load of experts, {side.upper()}: MaxVio {vio} (largest {most}), entropy {entropy} nats.")
+    if not loads:
+        lines.append(f"Load of experts: not said; {results['loads_left_out']}")
+    width = max(len(row["site"]) for row in rows)
+    lines += ["", f"  {'site':{width}}  tokens   slots    sets{'  MaxVio OLD     NEW' if loads else ''}"]
+    for row in rows:
+        cells = f"{percent(row['slots_changed'] / row['slots']):>8}{percent(row['tokens_changed'] / row['tokens']):>8}"
+        more = f"{number(row['max_vio_old']):>12}{number(row['max_vio_new']):>8}" if loads else ""
+        lines.append(f"  {row['site']:{width}}  {row['tokens']:6}{cells}{more}")
+    return [
+        *lines,
+        "",
+        "  slots: share of experts that changed; sets: of tokens whose set of experts did, in any order",
+    ]

@@ -1,7 +1,4 @@
-"""Rows of two captures of the same tokens: where they belong, and which of them are no routes of these tokens.
-
-Everywhere: ids `[B,T,L,K]` of the compared layers, -1 where there is no row; `rows`: where a file has one.
-"""
+"""Rows of two captures of the same tokens: where they belong, and which of them are no routes of these tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,19 +6,17 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from moe_rl.drift.captured import PREFIXES, UNROUTED, Finding
+from moe_rl.drift.captured import PREFIXES, UNROUTED, Finding, laid, twice
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.route_check import clearly
 from moe_rl.drift.route_search import SEARCHED, slots_of
 from moe_rl.drift.words import percent
-from moe_rl.routing.arrays import FEW_SITES
 from moe_rl.study.words import count
 
 RUN = 8
 """Fewest tokens of a site or a sequence that are looked at by themselves."""
 PARTS = "parts not told apart"
 """The fault of a site or a run of tokens that agrees as routes of other tokens do, while the rest does not."""
-DUPLICATES, OUTSIDE = "duplicates", "ids out of range"
 
 
 def placed(
@@ -31,24 +26,16 @@ def placed(
     tokens, the last or the last but one, in all of them alike: where they agree best with `other`.
 
     Raises DriftError where no place is clearly best."""
-    found = np.full((len(ids), max(lengths), *ids[0].shape[1:]), -1, np.int32)
-    rows = np.zeros(found.shape[:2], bool)
-    short = [b for b, n in enumerate(lengths) if len(ids[b]) < n - 1]
     start, said = np.zeros(len(ids), int), []
-    if short:
+    if short := [b for b, n in enumerate(lengths) if len(ids[b]) < n - 1]:
         first = f"first sequence {short[0]} ({len(ids[short[0]])} rows for {count(lengths[short[0]], 'token')})"
         many = f"{count(len(short), 'sequence')} with fewer rows than tokens, {first}"
         start[short], where = _best_place(
             [ids[b] for b in short], [other[b] for b in short], lengths, short, many, name
         )
         said.append(Finding(PREFIXES if start[short].any() else UNROUTED, f"{many}{where}"))
-    if long := [b for b, n in enumerate(lengths) if len(ids[b]) > n]:
-        b = long[0]
-        said.append(Finding("wrong shape", f"sequence {b} has {len(ids[b])} rows for {count(lengths[b], 'token')}"))
-    for b, n in enumerate(lengths):
-        part = slice(start[b], start[b] + min(len(ids[b]), n))
-        found[b, part], rows[b, part] = ids[b][:n], True
-    return found, rows, said
+    found, rows, more = laid(ids, start, lengths)
+    return found, rows, said + more
 
 
 def _best_place(
@@ -95,13 +82,6 @@ def hash_routed(both: Sequence[Int[np.ndarray, "B T L K"]], tokens: Int[np.ndarr
     return found
 
 
-def twice(ids: Int[np.ndarray, "B T L K"]) -> Bool[np.ndarray, "B T L"]:
-    """Rows that name an expert twice; rows of zeros are none."""
-    ordered = np.sort(ids, -1)
-    found: np.ndarray = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1) & ids.any(-1)
-    return found
-
-
 def cut_sets(ids: Int[np.ndarray, "B T L K"], held: Bool[np.ndarray, "B T"]) -> list[Finding]:
     """A fault where groups of layers never name an expert twice, which groups of rows of different tokens do at least
     20 times: each layer is then a part of a set of more than K experts."""
@@ -115,60 +95,6 @@ def cut_sets(ids: Int[np.ndarray, "B T L K"], held: Bool[np.ndarray, "B T"]) -> 
             text = f"{m} layers in a row never name an expert twice, rows of different tokens do {repeats[1]} times"
             return [Finding("sets cut in parts", f"{text}: are they one layer of {m * K} experts (--top-k {m * K})?")]
     return []
-
-
-def routed(
-    ids: Int[np.ndarray, "B T L K"],
-    rows: Bool[np.ndarray, "B T"],
-    lengths: Sequence[int],
-    tables: Bool[np.ndarray, " L"],
-    sites: Sequence[str],
-    experts: Sequence[int],
-) -> tuple[Bool[np.ndarray, "B T"], list[Finding]]:
-    """Which tokens have a route at every site, why others have none, and ids that no router gives.
-
-    A row of several zeros is no route, for ids of a row differ. One zero may be expert 0: it is no route where all of
-    at least FEW_SITES sites are 0. tables: hash-routed sites, whose rows may be anything."""
-    L, K = ids.shape[2:]
-    zero: Any = (ids == 0).all(-1)
-    live: Any = (ids < 0).any(-1) & rows[..., None]
-    lost: Any = (zero | tables).all(-1) & ~tables.all()
-    zero &= ~tables
-    said: list[Finding] = []
-
-    def tell(name: str, which: np.ndarray, what: str, text: str, fault: bool = True) -> None:
-        if which.any():
-            b, t, *site = (int(i) for i in np.argwhere(which)[0])
-            where = f"first sequence {b}, token {t}{''.join(f', {sites[i]}: {ids[b, t, i].tolist()}' for i in site)}"
-            many = which.any(-1).sum() if what == "token" and site else which.sum()
-            said.append(Finding(name, f"{count(int(many), what)} {text}, {where}", fault))
-
-    if K == 1:
-        if L < FEW_SITES:
-            text = f"of expert 0 at all of {count(L, 'site')}, or without a route: it counts as routes"
-            tell("zeros of one slot", lost, "token", text, fault=False)
-            lost &= False
-        zero &= lost[..., None]
-    if not rows.any():
-        said.append(Finding(UNROUTED, "no token has a row"))
-    elif lost[rows].all():
-        said.append(Finding("all zeros", "no layer of any token was captured (a kernel that bypasses the router?)"))
-    else:
-        inside: Any = lost & (np.arange(ids.shape[1]) != np.array(lengths)[:, None] - 1)
-        start = np.logical_and.accumulate(inside | ~rows, axis=1) & inside  # until the first row that has routes
-        many = count(int(start.any(1).sum()), "sequence")
-        tell(PREFIXES, start, "token", f"of zeros at every layer at the start of {many}")
-        tell(UNROUTED, inside & ~start, "token", "of zeros at every layer")
-        tell(UNROUTED, zero & ~lost[..., None], "token", "of zeros at some layers only")
-    whole: Any = live.all(-1)
-    tell("live rows", whole, "token", "of -1: the routers decide for themselves", fault=False)
-    tell("live rows", live & ~whole[..., None], "token", "of -1 at some layers only, in no rate", fault=False)
-    tell(DUPLICATES, twice(ids) & ~tables, "row", "with an expert twice")
-    high: Any = (ids >= np.array(experts)[:, None]).any(-1)
-    if high.any():
-        site = int(np.argwhere(high)[0][2])
-        tell(OUTSIDE, high, "row", f"with ids that are not 0..{experts[site] - 1}")
-    return rows & ~live.any(-1) & ~zero.any(-1), said
 
 
 def parts_apart(

@@ -1,8 +1,9 @@
-"""Figures of `moe-rl drift`: what two checkpoints route otherwise on one text, beside what equal weights do.
+"""Figures of `moe-rl drift`: what two checkpoints route otherwise on one text, beside what equal weights do; and their
+log-ratios: the parts, by level and by site, and the tails.
 
 Each takes tables and a note that ends its caption."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from moe_rl.study.figures.floor import draw_along, draw_levels
 from moe_rl.study.figures.routing import binomial_of, short_sites, site_ticks
 from moe_rl.study.figures.saving import StudyFigure, styled
-from moe_rl.study.figures.style import label_bar, legend_above, log_y, panels, plain
+from moe_rl.study.figures.style import GREY, label_bar, legend_above, log_y, panels, plain
 from moe_rl.study.floors import floor_rates
 
 # Lightness differs (L* 53, 30, 66), as does every marker: readable in grey.
@@ -22,14 +23,16 @@ LOOKS: dict[str, dict[str, Any]] = {
     "replayed": {"color": "#0B4A8F", "ls": (0, (5, 1.6)), "marker": "s", "label": "replayed: weights alone"},
     "routing": {"color": "#27B08B", "ls": (0, (5, 1.4, 1.2, 1.4)), "marker": "^", "label": "routes alone"},
 }
+PARTS = {"weight": "#0B4A8F", "routing": "#27B08B", "interaction": "#B0B0B0"}
 FEWEST = 30
+"""Tokens or choices of a bin that is drawn."""
 
 
 @styled
 def change_by_site(sites: pd.DataFrame, floor: pd.DataFrame, note: str) -> StudyFigure:
     """Slot and site change with their noise floor, load and margins along the depth of the model."""
     figure, axes = panels(1, 3, 2.5, sharex=True)
-    x, tick, common = depth(sites)
+    x, common = range(len(sites)), _depth_axis(axes[0], sites)
     left, middle, right = axes[0]
     left.plot(
         x, 100 * sites["site_change"], color="#0B4A8F", marker="s", ls=(0, (5, 1.6)), label="site: the set differs"
@@ -50,8 +53,6 @@ def change_by_site(sites: pd.DataFrame, floor: pd.DataFrame, note: str) -> Study
     right.set(ylabel="median margin (score units)", title="Margin of the old choice")
     for ax in (left, middle):
         _from_zero(ax)
-    for ax in axes[0]:
-        depth_axis(ax, tick)
     legend_above(figure, axes[:, 0])
     dashed = "Dashed, small markers: the noise floor of each (squares: site, circles: slot). "
     caption = (
@@ -239,9 +240,120 @@ def load_by_expert(experts: pd.DataFrame, note: str) -> StudyFigure:
     return StudyFigure("load_by_expert", "Change of expert load.", caption, figure, table[columns])
 
 
-def depth(sites: pd.DataFrame) -> tuple[np.ndarray, list[str], str]:
+@styled
+def decomposition(rows: Mapping[str, float | int], note: str) -> StudyFigure:
+    """Shares of variance by level, and what averaging does to each part."""
+    figure, axes = panels(1, 2, 2.5, width_ratios=[1.6, 1])
+    left, right = axes[0]
+    table = []
+    width = 0.26
+    for i, (part, colour) in enumerate(PARTS.items()):
+        values = [rows[f"{level}_share_{part}"] for level in ("token", "sequence")]
+        bars = left.bar(
+            np.arange(2) + (i - 1) * width, 100 * np.nan_to_num(values), width * 0.92, color=colour, label=part
+        )
+        left.bar_label(bars, [_whole(100 * value) for value in values], fontsize=6.5, padding=1.5)
+        effect = rows[f"design_effect_{part}"]
+        right.bar(i, np.nan_to_num(effect), 0.6, color=colour)
+        right.text(
+            i, np.nan_to_num(effect), f"{effect:.2g}".replace("nan", "–"), fontsize=6.5, ha="center", va="bottom"
+        )
+        for level in ("token", "sequence"):
+            numbers = {name: rows[f"{level}_{name}_{part}"] for name in ("var", "share")}
+            table.append({"level": level, "part": part, **numbers, "design_effect": effect})
+    left.axhline(0, color="#6b6b6b", lw=0.7)
+    left.margins(y=0.12)
+    left.set_xticks([0, 1], ["token\n(GRPO's ratio)", "sequence mean\n(GSPO's ratio)"])
+    left.set(ylabel="share of Var(log r), %", title="Where the variance comes from")
+    right.axhline(1, color=GREY, lw=1, ls=(0, (1, 2)))
+    right.margins(y=0.15)
+    right.set_xticks(range(3), list(PARTS))
+    right.set(ylabel="variance of the mean /\nthat of independent tokens", title="What averaging leaves")
+    legend_above(figure, axes[:, 0])
+    caption = (
+        "log r = weight + routing + interaction, from the same tokens under {old, new weights} x {old, new routes}. "
+        "Left: Cov(part, log r) / Var(log r), which sums to 100 %; a negative share works against the others. Right: "
+        "variance of sequence means over the variance that independent tokens would leave, Var(token) / harmonic "
+        f"length ({rows['harmonic_length']:.3g}); 1 (dotted): averaging removes 1/|y| of the noise, above 1: "
+        f"tokens move together and less is removed. {note}"
+    )
+    return StudyFigure("decomposition", "Weights, routes, or both together.", caption, figure, pd.DataFrame(table))
+
+
+@styled
+def decomposition_by_site(sites: pd.DataFrame, note: str) -> StudyFigure:
+    """What each site's routes do to the log-ratio: it alone, and it last."""
+    figure, axes = panels(1, 2, 2.5, sharex=True)
+    x, common = range(len(sites)), _depth_axis(axes[0], sites)
+    for kind, look in (("alone", LOOKS["natural"]), ("last", LOOKS["replayed"])):
+        label = {"alone": "all sites replayed but this one", "last": "this site alone replayed"}[kind]
+        style = {**look, "label": label}
+        axes[0, 0].plot(x, sites[f"token_var_{kind}"].replace(0.0, np.nan), **style)
+        axes[0, 1].plot(x, 100 * sites[f"token_share_{kind}"], **style)
+    if (sites[["token_var_alone", "token_var_last"]] > 0).any().any():
+        log_y(axes[0, 0])
+    axes[0, 0].set(ylabel="variance, nats²", title="Effect of one site")
+    axes[0, 1].axhline(0, color="#6b6b6b", lw=0.7)
+    axes[0, 1].set(ylabel="share of the whole effect, %", title="Cov(site, whole) / Var(whole)")
+    legend_above(figure, axes[:, 0])
+    caption = (
+        f"Token log-probability under the new weights, by routing site ({common}, shallow to deep): what changes if "
+        "the old routes are forced everywhere but here, against everywhere; and if they are forced here alone, against "
+        "nowhere. All other sites keep the routes that were recorded. The whole effect is what replaying all sites "
+        f"removes; sites add up to it only as far as they do not interact. {note}"
+    )
+    columns = ["site", *(c for c in sites.columns if c.endswith(("_alone", "_last")))]
+    return StudyFigure("decomposition_by_site", "Which sites move the log-ratio.", caption, figure, sites[columns])
+
+
+@styled
+def log_ratios(tails: pd.DataFrame, by_flips: pd.DataFrame, note: str) -> StudyFigure:
+    """Tail of |log r|, and its variance by flips, natural against replayed."""
+    figure, axes = panels(1, 2, 2.7)
+    left, right = axes[0]
+    for kind, look in LOOKS.items():
+        part = tails[(tails["log_ratio"] == kind) & (tails["share"] > 0)]
+        left.plot(part["size"], part["share"], markevery=8, **look)
+    left.set(xlabel="x, nats", ylabel="share of tokens with |log r| > x", title="Tails")
+    left.set_xscale("log")
+    log_y(left)
+    seen = tails[(tails["share"] > 0) & (tails["share"] < 0.99)]
+    if len(seen):
+        left.set_xlim(float(seen["size"].min()) / 2, float(seen["size"].max()) * 2)
+    shown = by_flips[by_flips["tokens"] >= FEWEST]
+    for kind in ("natural", "replayed"):
+        right.plot(shown["flips"], shown[kind].replace(0.0, np.nan), **LOOKS[kind])
+    right.set(
+        xlabel="sites changed where it was predicted",
+        ylabel="variance of log r, nats²",
+        title="By changes one position before",
+    )
+    if (shown[["natural", "replayed"]] > 0).any().any():
+        log_y(right)
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if shown.empty:
+        right.set(xticks=[], yticks=[])
+        right.text(0.5, 0.5, f"no bin has {FEWEST} tokens", ha="center", transform=right.transAxes)
+    legend_above(figure, axes[:, 0])
+    caption = (
+        "log r = new − old log-probability of a token. Natural: each checkpoint with its own routes; replayed: the old "
+        "routes forced on the new weights; routes alone: the new routes forced on the old weights. Left: share of "
+        "tokens beyond a size, log-log; tokens whose past changed no route have exactly 0 for routes alone. Right: "
+        "variance by the number of sites that changed at the position that predicts the token, bins of at least "
+        f"{FEWEST} tokens. {note}"
+    )
+    frame = pd.concat([tails.assign(table="tails"), by_flips.assign(table="by_flips")])
+    return StudyFigure("log_ratios", "Log-ratios, natural and under replay.", caption, figure, frame)
+
+
+def _depth_axis(axes: Sequence[Axes], sites: pd.DataFrame) -> str:
+    """Sites along the x axis, shallow to deep; returns the pattern of their names."""
     short, common = short_sites(list(sites["site"]))
-    return np.arange(len(sites)), short, common
+    step = max(1, -(-len(short) // 12))
+    for ax in axes:
+        ax.set_xticks(range(0, len(short), step), short[::step])
+        ax.set_xlabel("routing site")
+    return common
 
 
 def _from_zero(ax: Axes) -> None:
@@ -250,7 +362,5 @@ def _from_zero(ax: Axes) -> None:
     ax.set_ylim(0, 1.07 * max(values, default=0) or 1)
 
 
-def depth_axis(ax: Axes, names: list[str]) -> None:
-    step = max(1, -(-len(names) // 12))
-    ax.set_xticks(range(0, len(names), step), names[::step])
-    ax.set_xlabel("routing site")
+def _whole(value: float) -> str:
+    return f"{round(value)}".replace("-", "−") if np.isfinite(value) else "–"

@@ -1,6 +1,6 @@
 """What `moe-rl floor` found: the verdict, a table for the terminal, a figure, a page."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_rl.drift.output import page_of
-from moe_rl.drift.words import number, percent, text_sentence
+from moe_rl.drift.words import measured_sentence, number, percent, text_sentence
 from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
 from moe_rl.study.figures.style import GREY, legend_above, panels
 
@@ -64,34 +64,22 @@ def _why(row: Mapping[str, Any]) -> str:
     return f"{label(row)}; {changed}; routing makes {percent(row['routing_share_gap_mean'])} of the mean gap"
 
 
-HEADS = (
-    "dtype",
-    "other arithmetic",
-    "slots changed",
-    "tokens changed",
-    "outside [0.9, 1.1]",
-    "replayed",
-    "mean |Δ log p|",
-    "replayed",
-    "routing share",
-    "largest",
+COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("slots changed", "slot_change", percent),
+    ("tokens changed", "token_change", percent),
+    ("outside [0.9, 1.1]", "outside_fraction", percent),
+    ("replayed", "outside_fraction_replayed", percent),
+    ("mean |Δ log p|", "gap_mean", number),
+    ("replayed", "gap_mean_replayed", number),
+    ("routing share", "routing_share_gap_mean", percent),
+    ("largest", "gap_max", number),
 )
+HEADS = ("dtype", "other arithmetic", *(head for head, _, _ in COLUMNS))
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """A row under `HEADS`."""
-    return [
-        str(row["dtype"]),
-        label(row),
-        percent(row["slot_change"]),
-        percent(row["token_change"]),
-        percent(row["outside_fraction"]),
-        percent(row["outside_fraction_replayed"]),
-        number(row["gap_mean"]),
-        number(row["gap_mean_replayed"]),
-        percent(row["routing_share_gap_mean"]),
-        number(row["gap_max"]),
-    ]
+    return [str(row["dtype"]), label(row), *(form(row[column]) for _, column, form in COLUMNS)]
 
 
 def say(results: Mapping[str, Any], console: Console) -> None:
@@ -174,5 +162,6 @@ def render(results: Mapping[str, Any], figure: StudyFigure) -> str:
         for row in results["rows"]
     ]
     rows, details = [cells(row) for row in results["rows"]], {label(row): row["detail"] for row in results["rows"]}
-    text = text_sentence(results["text"], results["model"])
+    tokens = f"{results['measured_tokens']:,} tokens of {results['sequences']} sequences"
+    text = measured_sentence(results, tokens, results["model"])
     return page_of("floor", results, [figure], heads=HEADS, rows=rows, counts=counts, details=details, text=text)

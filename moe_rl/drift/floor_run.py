@@ -21,28 +21,10 @@ from moe_rl.drift.change_tables import site_table
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor_page import draw, render, say, verdict
 from moe_rl.drift.options import FloorOptions, check_least
-from moe_rl.drift.output import (
-    Screen,
-    Tick,
-    environment,
-    finite,
-    output_folder,
-    progress,
-    settings_of,
-    short_names,
-    unfinished,
-)
+from moe_rl.drift.output import Screen, Tick, finite, output_folder, progress, record_of, short_names, unfinished
 from moe_rl.drift.prompts import Text, aligned, in_batches, longest
-from moe_rl.drift.samples import measured
 from moe_rl.files import write_atomic, write_json
-from moe_rl.measure.arithmetic import (
-    DECODE,
-    LAYOUTS,
-    CannotRun,
-    check_finite,
-    compare,
-    experts_variants,
-)
+from moe_rl.measure.arithmetic import DECODE, LAYOUTS, CannotRun, check_finite, compare, experts_variants
 from moe_rl.measure.noise_floor import experts_implementation, first_line
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
 from moe_rl.policy.lora import refuse_tied
@@ -117,17 +99,9 @@ def run_floor(options: FloorOptions) -> Path:
     about = {
         "model": name,
         "adapter": None if source.adapter is None else str(source.adapter),
-        "architecture": known.model_type,
-        "parameters": known.parameters,
-        "routing_sites": len(known.sites),
-        "text": measured(text),
-        "examples": text.number,
         "sequences": sum(len(batch.input_ids) for batch in texts),
         "measured_tokens": int(sum(batch.completion_mask.sum() for batch in texts)),
-        "truncated": text.truncated,
-        "empty": text.empty,
-        "settings": {**settings_of(options), "max_tokens": text.max_tokens, "device": str(device)},
-        "environment": environment(device),
+        **record_of(text, options, device),
     }
     variants = len(LAYOUTS) + len(options.experts) + 4  # the reference, decode, dtype, merged
     total = len(options.dtypes) * variants * len(texts)
@@ -201,8 +175,9 @@ def _check(options: FloorOptions) -> torch.device:
         raise DriftError("--dtypes: at least one, e.g. --dtypes bfloat16 float16")
     for dtype in options.dtypes:
         checkpoints.check_dtype(dtype, "--dtypes")
-    if len(set(options.dtypes)) < len(options.dtypes):
-        raise DriftError(f"--dtypes: one of {' '.join(options.dtypes)} is named twice")
+    for option, named in (("--dtypes", options.dtypes), ("--experts", options.experts)):
+        if len(set(named)) < len(named):
+            raise DriftError(f"{option}: one of {' '.join(named)} is named twice")
     for experts in options.experts:
         try:
             check_experts_name(experts)

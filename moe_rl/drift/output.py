@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moe_rl.drift.errors import DriftError
+from moe_rl.drift.prompts import Text
+from moe_rl.drift.words import model_sentence
 from moe_rl.files import sole_writer
 from moe_rl.pages import render_page
 from moe_rl.study.figures.saving import StudyFigure
@@ -91,6 +93,7 @@ def unfinished(output: Path) -> Iterator[Path]:
                 old.unlink()
         try:
             yield partial
+            shutil.rmtree(partial / "cache", ignore_errors=True)
             (partial / ".lock").unlink(missing_ok=True)
             put_in_place(partial, output)
         finally:
@@ -142,22 +145,30 @@ def progress(console: Console, total: int) -> Iterator[Tick]:
     yield tick
 
 
-def settings_of(options: Any, *left_out: str) -> dict[str, Any]:
-    """The fields of a dataclass of options, for the record."""
-    kept = {key: value for key, value in asdict(options).items() if key not in left_out}
-    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and device, for the record."""
+def record_of(text: Text, options: Any, device: torch.device, *left_out: str, **more: Any) -> dict[str, Any]:
+    """What every result says of the model, the text that was measured (in words: `words.text_sentence`), the settings
+    (`more`, and the options but those `left_out`), versions and device."""
     from moe_rl import __version__
 
-    return {
+    settings = {key: value for key, value in asdict(options).items() if key not in left_out}
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+    environment = {
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers")},
         "moe_rl": __version__,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "cpu_kernels": torch.backends.cpu.get_cpu_capability(),
+    }
+    return {
+        "architecture": text.known.model_type,
+        "parameters": text.known.parameters,
+        "routing_sites": len(text.known.sites),
+        "text": {**asdict(text.holds), "of_old": text.of_old},
+        "examples": text.number,
+        "truncated": text.truncated,
+        "empty": text.empty,
+        "settings": {**more, **settings, "max_tokens": text.max_tokens, "device": str(device)},
+        "environment": environment,
     }
 
 
@@ -167,6 +178,7 @@ def page_of(template: str, results: Mapping[str, Any], figures: Sequence[StudyFi
     return render_page(
         f"drift/{template}.html.j2",
         results=results,
+        model=model_sentence(results),
         figures=[(figure, Markup(inline_svg(figure))) for figure in figures],
         settings=[(name, "–" if value is None else str(value)) for name, value in settings.items()],
         **values,

@@ -9,19 +9,19 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.drift import figures as figures_of
-from moe_rl.drift import ratio_figures as ratios_of
 from moe_rl.drift.output import page_of
 from moe_rl.drift.sums import Sums
 from moe_rl.drift.words import (
     adapters_sentence,
     floor_text,
+    interval,
+    measured_sentence,
     number,
     own_samples,
     pair_verdict,
     percent,
     settings_sentence,
     swap_sentence,
-    text_sentence,
 )
 from moe_rl.measure.moments import PARTS
 from moe_rl.study.figures.routing import short_sites
@@ -53,10 +53,10 @@ def draw(
     ]
     rows = {name: np.nan if value is None else value for name, value in results["decomposition"].items()}
     if rows["token_variance"]:  # else there is nothing to take apart
-        drawn.append(ratios_of.log_ratios(sums.tails(), sums.variance_by_flips(), note))
-        drawn.append(ratios_of.decomposition(rows, note))
+        drawn.append(figures_of.log_ratios(sums.tails(), sums.variance_by_flips(), note))
+        drawn.append(figures_of.decomposition(rows, note))
         if "token_var_alone" in sites:
-            drawn.append(ratios_of.decomposition_by_site(sites, note))
+            drawn.append(figures_of.decomposition_by_site(sites, note))
     for figure in drawn:
         save_figure(figure, folder)
     return drawn
@@ -65,36 +65,17 @@ def draw(
 def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
     """What the numbers say, topic by topic; the same sentences on the terminal and on the page."""
     change, parts, kl = results["change"], results["decomposition"], results["kl"]
-    prompts = results["measured_prompts"]
+    prompts, sequences = results["measured_prompts"], results["measured_sequences"]
+    of_prompts = f" ({count(prompts, 'prompt')})" if prompts < sequences else ""
+    tokens = f"{results['measured_tokens']:,} tokens of {sequences:,} sequences{of_prompts}"
+    sites, experts = count(results["routing_sites"], "routing site"), count(results["experts_per_token"], "expert")
+    rates = "; ".join(f"{percent(row['rate'])} of {level}s{interval(row)}" for level, row in change.items())
+    clustering = ""
+    if results["overdispersion"] is not None:
+        clustering = f", with {number(results['overdispersion'])} times the variance of independent sites"
     found = [
-        (
-            "Text",
-            f"{results['measured_tokens']:,} tokens of {results['measured_sequences']:,} sequences"
-            + (f" ({count(prompts, 'prompt')})" if prompts < results["measured_sequences"] else "")
-            + ": "
-            + text_sentence(results["text"], results["old_name"])
-            + (
-                f"; {results['truncated']:,} examples cut to {results['settings']['max_tokens']}"
-                if results["truncated"]
-                else ""
-            )
-            + (f"; {results['empty']:,} without a token to measure" if results["empty"] else "")
-            + f". {count(results['routing_sites'], 'routing site')}, "
-            + f"{count(results['experts_per_token'], 'expert')} per token.",
-        ),
-        (
-            "Expert change",
-            "; ".join(
-                f"{percent(row['rate'])} of {name}s{_interval(row)}"
-                for name, row in ((name, change[name]) for name in ("slot", "site", "token"))
-            )
-            + f". {number(results['flips_per_token'])} sites change per token"
-            + (
-                f", with {number(results['overdispersion'])} times the variance of independent sites."
-                if results["overdispersion"] is not None
-                else "."
-            ),
-        ),
+        ("Text", f"{measured_sentence(results, tokens, results['old_name'])}. {sites}, {experts} per token."),
+        ("Expert change", f"{rates}. {number(results['flips_per_token'])} sites change per token{clustering}."),
     ]
     if differ := results.get("other_settings"):
         found.append(("Other settings", settings_sentence(differ)))
@@ -167,12 +148,6 @@ def render(results: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigu
         parts=table,
         totals=[number(parts[f"{level}_variance"]) for level in levels],
     )
-
-
-def _interval(row: dict[str, Any]) -> str:
-    if row["low"] is None or not row["changed"]:
-        return ""
-    return f" [{percent(row['low'])[:-2]}, {percent(row['high'])[:-2]}]"
 
 
 COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [

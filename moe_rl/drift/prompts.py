@@ -52,7 +52,7 @@ class Text:
     """The examples of a file, from the beginning as often as they are wanted.
 
     known: the model's tokenizer, and how many tokens and positions it has. number: how many examples there are.
-    holds: of what kind. of_old: whether the checkpoint that is the first wrote them (`samples.recognising`), None where
+    holds: of what kind. of_old: whether the checkpoint that is the first wrote them (`samples.to_measure`), None where
     that is not known. Sampled tokens are scored at the temperature at which they were sampled (greedy ones at 1).
     truncated, empty: of the latest pass, those that were cut, and those without a token to measure; all passes are
     alike.

@@ -3,12 +3,14 @@
 Everything is counted as overlap of sets: slot agreement is abs(captured ∩ model) / K of a token at a site.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from moe_rl.drift.captured import PREFIXES, Captured, Finding, OwnRoutes, Work, expected_layers, find_invalid, rows_of
+from moe_rl.drift.captured import PREFIXES, UNROUTED, Captured, Finding, OwnRoutes, Work, laid, routed, twice
 from moe_rl.drift.route_search import PENALTY, SEARCHED, Explanation, explanations, pairs_of, slots_of
 
 PREFIX = 4
@@ -104,17 +106,17 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
 
     Raises ValueError: ids of a sequence are no integers `[rows, layers, K]`, or sequences differ in layers or K.
     """
-    K = own.ids[0].shape[2]
+    K = own.ids.shape[3]
     layers, slots = captured.shape()
     if slots != K:
         more = "fused shared experts add columns" if slots > K else "was another num_experts_per_tok configured?"
         return _nothing(
             captured, own, Finding("wrong shape", f"{slots} experts for a token, the model has {K}; {more}")
         )
-    work = rows_of(captured, own)
-    expected = expected_layers(captured, own, layers, work)
-    find_invalid(work, own, expected)
-    if not work.usable.any():
+    expected, said = _expected_layers(captured, own, layers)
+    work = _comparable(captured, own, expected)
+    work.findings[:0] = said
+    if not len(work.ids):
         return _nothing(captured, own, *work.findings)
     simple, best = search(work, own, expected)
     compared, chance = _other_requests(work, own, best)
@@ -144,6 +146,74 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
     )  # fmt: skip
 
 
+def _expected_layers(captured: Captured, own: OwnRoutes, layers: int) -> tuple[tuple[int, ...], list[Finding]]:
+    """The captured layer of each site, by names, by order, or by number; -1 where none is."""
+    L = len(own.sites)
+    if captured.sites is not None and set(captured.sites) & set(own.sites):
+        expected = tuple(captured.sites.index(site) if site in captured.sites else -1 for site in own.sites)
+        missing = [site for site in own.sites if site not in captured.sites]
+        text = f"{len(missing)} sites are not in the file: {missing[0]}, ..." if missing else ""
+        return expected, [Finding("layers left out", text)] if missing else []
+    if layers == own.num_layers:
+        return own.layers, []
+    if layers == L:
+        text = f"{L} layers were captured of {own.num_layers}: layer 0 of the capture is {own.sites[0]}"
+        return tuple(range(L)), [Finding("dense layers left out", text, fault=False)]
+    text = f"{layers} layers were captured; the model has {own.num_layers}, of which {L} route"
+    return tuple(layer if layer < layers else -1 for layer in own.layers), [Finding("wrong shape", text)]
+
+
+def _starts(captured: Captured, own: OwnRoutes, lengths: Sequence[int]) -> tuple[list[int], list[Finding]]:
+    """The first token of each sequence that has a row: 0 or, where there are fewer rows than tokens, where they fit
+    best."""
+    starts, short = [0] * len(lengths), [b for b, n in enumerate(lengths) if len(captured.ids[b]) < n - 1]
+    for b in short:
+        rows = captured.ids[b]
+        if many := len(rows):
+            places = (0, lengths[b] - 1 - many, lengths[b] - many)
+            starts[b] = max(places, key=lambda start: _overlap_anywhere(rows, own.ids[b, start : start + many]))
+    if not short:
+        return starts, []
+    b = short[0]
+    left_out = f"the first {starts[b]} tokens have none (cache hits, or the prompt was left out)"
+    text = f"{len(short)} sequences, first {b}: {len(captured.ids[b])} rows for {lengths[b]} tokens; "
+    return starts, [Finding(PREFIXES, text + left_out) if starts[b] else Finding("wrong shape", f"{text}cut off")]
+
+
+def _overlap_anywhere(rows: np.ndarray, model: np.ndarray) -> float:
+    """Slots that agree at the best pair of layers: enough to place rows whose layers are not known yet."""
+    return max(
+        float(slots_of(rows[:, c], model[:, m]).mean())
+        for c in range(min(rows.shape[1], 8))
+        for m in range(model.shape[1])
+    )
+
+
+def _comparable(captured: Captured, own: OwnRoutes, expected: tuple[int, ...]) -> Work:
+    """Rows with a route at every layer that holds any; notes what is wrong with the others."""
+    lengths, K = [len(words) for words in captured.tokens], own.ids.shape[3]
+    starts, said = _starts(captured, own, lengths)
+    ids, rows, more = laid(captured.ids, starts, lengths)
+    site_of = {layer: site for site, layer in enumerate(expected) if layer >= 0}
+    layers = range(ids.shape[2])
+    holds: Any = (ids > 0).any((0, 1, 3))
+    # Zeros of one slot may be expert 0, but of a dense layer.
+    held = [c for c in layers if holds[c] or (K == 1 and c in site_of and (ids[:, :, c] == 0).any())] or list(layers)
+    hashed: Any = twice(own.ids).any((0, 1))
+    tables = np.array([c in site_of and bool(hashed[site_of[c]]) for c in held])
+    names, experts = [f"layer {c}" for c in held], [max(own.experts)] * len(held)  # layers may be in another order
+    there, wrong = routed(ids[:, :, held], rows, lengths, tables, names, experts)
+    work = Work.of(ids, there, captured.tokens)
+    work.findings = said + more + wrong
+    dark = [c for c, site in site_of.items() if not holds[c] and (K > 1 or (own.ids[:, :, site] > 0).any())]
+    if there.any() and dark and sum(holds[c] for c in layers if c not in site_of) < len(dark):
+        work.dark = dark
+        work.found("all zeros", f"{len(dark)} routed layers hold nothing, first {own.sites[site_of[dark[0]]]}")
+    if not there.any() and not any(finding.fault for finding in work.findings):
+        work.found(UNROUTED, "no token has a route at every layer")
+    return work
+
+
 def search(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> tuple[Explanation, Explanation]:
     """The capture as it stands, and its best explanation, whose faults are noted."""
     simple, *others = explanations(work, own, expected)
@@ -167,7 +237,7 @@ def _other_requests(work: Work, own: OwnRoutes, best: Explanation) -> tuple[int,
             f"{early.sum()} tokens at the start of {many} sequences agree by {_percent(agree[early].mean())} only, "
             f"the others by {_percent(agree[kept & ~early].mean())}: routes of other requests, from reused slots?",
         )
-        work.usable &= ~early
+        work.drop(early)
     compared = int(kept.sum())
     if compared < 32:
         work.found("few tokens", f"{compared} tokens can be compared: too few to be sure", fault=False)
@@ -204,7 +274,7 @@ def _explain(work: Work, own: OwnRoutes, simple: Explanation, best: Explanation)
         name = "dense layers left out" if compact else "layers permuted"
         work.found(name, f"{first}{', ...' if len(moved) > 3 else ''}")
     if best.maps is not None:
-        named = [[f"{p} is expert {e}" for p, e in enumerate(table) if e >= 0 and e != p] for table in best.maps]
+        named = [[f"{p} is expert {e}" for p, e in zip(*each, strict=True) if e != p] for each in best.maps]
         site = next((site for site, some in enumerate(named) if some), 0)
         some = ", ".join(named[site][:3])
         work.found("physical ids", f"ids are renamed one by one, at {own.sites[site]}: {some}, ... (load balancing?)")
@@ -269,7 +339,8 @@ def _nothing(captured: Captured, own: OwnRoutes, *findings: Finding) -> RouteChe
 
 def _floors(own: OwnRoutes) -> list[float]:
     """Slots that the model and its copy in other arithmetic share, by site."""
-    ours, copy = np.concatenate(own.ids), np.concatenate(own.floor)
+    tokens = (own.ids >= 0).all((2, 3))
+    ours, copy = own.ids[tokens], own.floor[tokens]
     return [float(slots_of(ours[:, site], copy[:, site]).mean()) for site in range(len(own.sites))]
 
 

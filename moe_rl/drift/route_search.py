@@ -8,7 +8,11 @@ from scipy.optimize import linear_sum_assignment
 
 from moe_rl.drift.captured import OwnRoutes, Work
 
+Renaming = tuple[np.ndarray, np.ndarray]
+"""Ids that were captured, growing, and the expert that each is."""
 SHIFTS = range(-3, 4)
+MOST_IDS = 1024
+"""Ids that are told apart at a layer."""
 SEARCHED = 2048
 """Tokens that shifts, layers and ids are searched on; the table counts all."""
 PENALTY = 0.03
@@ -19,7 +23,7 @@ PENALTY = 0.03
 class Explanation:
     shift: int
     layers: tuple[int, ...]
-    maps: tuple[np.ndarray, ...] | None
+    maps: tuple[Renaming, ...] | None
     agreement: float
     steps: int
 
@@ -40,13 +44,12 @@ def explanations(work: Work, own: OwnRoutes, layers: tuple[int, ...]) -> list[Ex
     renamed; the last two shifted, too."""
     a, b, _ = pairs_of(work, own, 0, SEARCHED)
     found = [Explanation(0, layers, None, agreement(a, b, layers), 0)]
-    width = _width(work, own)
     for shift in SHIFTS:
         moved = 1 if shift else 0
         a, b, rows = pairs_of(work, own, shift, SEARCHED)
         if len(a) < 2:
             continue
-        overlaps = _overlaps(a, b, width)
+        overlaps = _overlaps(a, b)
         if shift and min(layers) >= 0:
             rate = float(np.mean([overlaps[c, site] for site, c in enumerate(layers)]))
             found.append(Explanation(shift, layers, None, rate, 1))
@@ -60,7 +63,7 @@ def explanations(work: Work, own: OwnRoutes, layers: tuple[int, ...]) -> list[Ex
         odd = np.unique(work.tokens[rows], return_inverse=True)[1] % 2 == 1
         even = ~odd
         if min(layers) >= 0 and min(odd.sum(), even.sum()) >= 8:
-            maps = [_renamed(a[:, c], b[:, site], odd, width) for site, c in enumerate(layers)]
+            maps = [_renamed(a[:, c], b[:, site], odd) for site, c in enumerate(layers)]
             rates = [slots_of(mapped(a[even, c], maps[site]), b[even, site]).mean() for site, c in enumerate(layers)]
             found.append(Explanation(shift, layers, tuple(maps), float(np.mean(rates)), moved + 2))
     return found
@@ -75,50 +78,55 @@ def agreement(a: np.ndarray, b: np.ndarray, layers: tuple[int, ...]) -> float:
 def pairs_of(
     work: Work, own: OwnRoutes, shift: int, most: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Usable rows of the capture, the model's rows `shift` tokens later where these are routes, and which rows these
-    are."""
-    lengths = np.array([len(ids) for ids in own.ids])
-    offset = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    """Rows of the capture, the model's rows `shift` tokens later where these are routes, and which rows these are."""
     target = work.position + shift
-    rows = np.flatnonzero(work.usable & (target >= 0) & (target < lengths[work.sequence]))
-    every, at = np.concatenate(own.ids), offset[work.sequence] + target
-    rows = rows[(every[at[rows]] >= 0).all((1, 2))]
+    rows = np.flatnonzero((target >= 0) & (target < own.ids.shape[1]))
+    rows = rows[(own.ids[work.sequence[rows], target[rows]] >= 0).all((1, 2))]
     if most is not None and len(rows) > most:
         rows = rows[np.linspace(0, len(rows) - 1, most).astype(int)]
-    return work.ids[rows], every[at[rows]], rows
+    return work.ids[rows], own.ids[work.sequence[rows], target[rows]], rows
 
 
-def _overlaps(a: np.ndarray, b: np.ndarray, width: int) -> Float[np.ndarray, "layers L"]:
+def _named(ids: np.ndarray) -> Integer[np.ndarray, " E"]:
+    """The ids that occur, however large; of more than any model has experts the most frequent."""
+    named, often = np.unique(ids[ids >= 0], return_counts=True)
+    return named if len(named) <= MOST_IDS else np.sort(named[np.argsort(-often, kind="stable")[:MOST_IDS]])
+
+
+def _overlaps(a: np.ndarray, b: np.ndarray) -> Float[np.ndarray, "layers L"]:
     """Mean slot agreement of every captured layer with every site."""
-    x, y = (_hot(ids, width).reshape(ids.shape[1], -1) for ids in (a, b))
+    both = np.intersect1d(_named(a), _named(b))
+    x, y = (_hot(ids, both).reshape(ids.shape[1], -1) for ids in (a, b))
     found: np.ndarray = x @ y.T / max(1, len(a) * a.shape[2])
     return found
 
 
-def _hot(ids: Integer[np.ndarray, "n layers K"], width: int) -> Float[np.ndarray, "layers n E"]:
-    """1 where an expert is in the set; ids outside are in none."""
-    hot = np.zeros((ids.shape[1], len(ids), width + 1), np.float32)
-    inside = np.where((ids >= 0) & (ids < width), ids, width)
-    np.put_along_axis(hot, inside.transpose(1, 0, 2), 1, axis=2)
+def _hot(ids: Integer[np.ndarray, "n layers K"], named: Integer[np.ndarray, " E"]) -> Float[np.ndarray, "layers n E"]:
+    """1 where an expert is in the set; ids that are not `named` are in none."""
+    hot = np.zeros((ids.shape[1], len(ids), len(named) + 1), np.float32)
+    np.put_along_axis(hot, _place(ids, named).transpose(1, 0, 2), 1, axis=2)
     return hot[..., :-1]
 
 
-def _renamed(captured: np.ndarray, model: np.ndarray, fit: Bool[np.ndarray, " n"], width: int) -> np.ndarray:
-    """For each captured id the expert that comes with it most often on the rows `fit`; -1 for one not there."""
-    x, y = _hot(captured[:, None], width)[0, fit], _hot(model[:, None], width)[0, fit]
-    together = x.T @ y
-    return np.where(together.sum(1) > 0, together.argmax(1), -1)
+def _place(ids: np.ndarray, named: np.ndarray) -> np.ndarray:
+    """Where each id stands among the `named`, which grow; behind them if it does not."""
+    place = np.searchsorted(named, ids)
+    return np.where(np.append(named, -1)[place] == ids, place, len(named))
 
 
-def mapped(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
-    inside = (ids >= 0) & (ids < len(table))
-    return np.where(inside, table[np.where(inside, ids, 0)], -2)
+def _renamed(captured: np.ndarray, model: np.ndarray, fit: Bool[np.ndarray, " n"]) -> Renaming:
+    """For each captured id the expert that comes with it most often on the rows `fit`."""
+    theirs, ours = _named(captured[fit]), _named(model[fit])
+    together = _hot(captured[fit, None], theirs)[0].T @ _hot(model[fit, None], ours)[0]
+    return theirs, ours[together.argmax(1)]
+
+
+def mapped(ids: np.ndarray, renaming: Renaming) -> np.ndarray:
+    """-1 for an id that is not renamed."""
+    named, experts = renaming
+    return np.append(experts, -1)[_place(ids, named)]
 
 
 def slots_of(a: Integer[np.ndarray, "n K"], b: Integer[np.ndarray, "n K"]) -> Float[np.ndarray, " n"]:
     found: np.ndarray = (a[:, :, None] == b[:, None, :]).any(1).mean(-1)
     return found
-
-
-def _width(work: Work, own: OwnRoutes) -> int:
-    return int(min(max(max(own.experts), int(work.ids.max()) + 1), 4096))

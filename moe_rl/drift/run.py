@@ -1,8 +1,8 @@
 """One comparison from beginning to end: check, measure, write. The output folder appears whole or not at all."""
 
 import json
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,11 @@ from moe_rl.drift.adapters import sources
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.options import DriftOptions, check_least
-from moe_rl.drift.output import environment, finite, output_folder, progress, settings_of, short_names, unfinished
+from moe_rl.drift.output import finite, output_folder, progress, record_of, short_names, unfinished
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
 from moe_rl.drift.prompts import Text, longest
-from moe_rl.drift.samples import FILE, check_sampling, recognising, to_measure
-from moe_rl.drift.samples import measured as measured_of
+from moe_rl.drift.samples import FILE, Load, check_sampling, to_measure
 from moe_rl.drift.sums import Sums, count
 from moe_rl.drift.words import pair_verdict
 from moe_rl.files import atomic_file, write_atomic, write_json
@@ -39,23 +38,14 @@ def run_drift(options: DriftOptions) -> Path:
 
     Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
     """
-    console = Console(stderr=True)
-    dtype, device = check_options(options)
-    old, new = options.checkpoints
-    names = short_names([old, new])
-    output = output_folder(options.output, Path("runs") / "drift" / "_vs_".join(names), WRITTEN, options.prompts)
-    of = sources({"OLD": old, "NEW": new}, options.base)
-    found = pair.check(of, options.tokenizer, options.trust_remote_code)
-    given = text_of(options, found, output)
-    alone = options.one_at_a_time or not pair.fits_twice(found.parameters, dtype, device)
+    console, names = Console(stderr=True), short_names(options.checkpoints)
+    output, given, device, (load_old, load_new) = checked(options, ("OLD", "NEW"), "_vs_".join(names), WRITTEN)
+    alone = options.one_at_a_time or not pair.fits_twice(given.known.parameters, options.dtype, device)
     if alone and not options.one_at_a_time:
         console.print("Two models do not fit into memory: one at a time.", style="dim")
     floor = Floor(options.floor_sequences)
-    load = partial(pair.load, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
-    load_old, load_new = (partial(load, which, source) for which, source in of.items())
     with unfinished(output) as folder:
-        text = to_measure(options, given, load_old, folder, output)
-        load_first = recognising(text, load_old)
+        text, load_first = to_measure(options, given, load_old, folder, output)
         wanted = options.per_site, options.gate_swap
         with progress(console, (3 if alone else 1) * text.most_batches) as tick:
             if alone:
@@ -65,8 +55,7 @@ def run_drift(options: DriftOptions) -> Path:
             sums = _counted(measured, folder / "tokens.parquet")
         if sums is None:
             raise text.nothing_left()
-        shutil.rmtree(folder / "cache", ignore_errors=True)
-        results = _results(options, names, found, text, sums, floor, device, alone)
+        results = _results(options, names, text, sums, floor, device, alone)
         made = sums.sites(), sums.experts(), sums.by_position(), floor.sites(), floor.positions()
         tables = dict(zip(TABLES, made, strict=True))
         write_json(folder / "drift.json", results)  # from here on `unfinished` keeps what was measured
@@ -78,21 +67,23 @@ def run_drift(options: DriftOptions) -> Path:
     return output
 
 
-def check_options(options: DriftOptions) -> tuple[str, torch.device]:
-    """What is wrong with options by themselves. Raises DriftError."""
-    dtype, device = pair.check_dtype(options.dtype), pair.check_device(options.device)
+def checked(
+    options: DriftOptions, labels: Sequence[str], default: str, written: Sequence[str]
+) -> tuple[Path, Text, torch.device, list[Load]]:
+    """All that can be wrong before a model is loaded: the folder to write (by default of this name), the text, the
+    device, and what loads each checkpoint. labels: what they are called in messages. Raises DriftError."""
+    device = pair.check_device(options.device)
+    dtype = pair.check_dtype(options.dtype)
     check_least(options, batch_size=1, max_tokens=2, floor_sequences=0)
     if not options.prompts.is_file():
         raise DriftError(f"--prompts: there is no file {options.prompts}")
-    return dtype, device
-
-
-def text_of(options: DriftOptions, known: pair.Checkpoints, output: Path) -> Text:
-    """The text of a comparison, or of its prompts, checked. Raises DriftError."""
-    most = longest(options.max_tokens, MAX_TOKENS, known.max_length)
-    text = Text(options.prompts, known, most, options.batch_size)
+    output = output_folder(options.output, Path("runs") / "drift" / default, written, options.prompts)
+    of = sources(dict(zip(labels, options.checkpoints, strict=True)), options.base)
+    known = pair.check(of, options.tokenizer, options.trust_remote_code)
+    text = Text(options.prompts, known, longest(options.max_tokens, MAX_TOKENS, known.max_length), options.batch_size)
     check_sampling(options, text, output)
-    return text
+    how = dtype, device, options.trust_remote_code
+    return output, text, device, [partial(pair.load, which, source, *how) for which, source in of.items()]
 
 
 def say(folder: Path) -> None:
@@ -122,35 +113,20 @@ def _counted(measured: Iterator[Measured], path: Path) -> Sums | None:
 
 
 def _results(
-    options: DriftOptions,
-    names: list[str],
-    found: pair.Checkpoints,
-    text: Text,
-    sums: Sums,
-    floor: Floor,
-    device: torch.device,
-    alone: bool,
+    options: DriftOptions, names: list[str], text: Text, sums: Sums, floor: Floor, device: torch.device, alone: bool
 ) -> dict[str, Any]:
     """All that drift.json holds and the page says; null where a number does not exist."""
     counts, shares = sums.counts, sums.shares
     old, new = options.checkpoints
-    settings = {"old": old, "new": new, **settings_of(options, "checkpoints")}
     results = {
         "old_name": names[0],
         "new_name": names[1],
-        "architecture": found.model_type,
-        "parameters": found.parameters,
-        "routing_sites": len(counts.sites),
-        "other_settings": found.other_settings,
-        "adapters": found.adapters,
+        "other_settings": text.known.other_settings,
+        "adapters": text.known.adapters,
         "experts_per_token": counts.site_deviation.shape[1] - 1,
-        "text": measured_of(text),
-        "examples": text.number,
         "measured_sequences": shares.sequences.count,
         "measured_prompts": sums.prompts.count,
         "measured_tokens": shares.tokens.count,
-        "truncated": text.truncated,
-        "empty": text.empty,
         "change": sums.rates(),
         "floor": floor.results(),
         "gate_swap": sums.swaps(),
@@ -159,7 +135,6 @@ def _results(
         "kl": sums.kl(),
         "decomposition": shares.rows(),
         "replay_effect_var": None if sums.site_shares is None else sums.site_shares.whole,
-        "settings": {**settings, "max_tokens": text.max_tokens, "device": str(device), "one_at_a_time": alone},
-        "environment": environment(device),
+        **record_of(text, replace(options, one_at_a_time=alone), device, "checkpoints", old=old, new=new),
     }
     return finite(results)

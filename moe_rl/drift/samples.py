@@ -3,9 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,6 +17,7 @@ from moe_rl.drift.prompts import Text, aligned, in_batches
 from moe_rl.rollout.completions import UNWRITTEN, end_tokens
 from moe_rl.rollout.engine import ModelEngine, seeded_generator
 
+Load = Callable[[], nn.Module]
 FILE = "samples.jsonl"
 """Beside the results; `--prompts` takes it again."""
 
@@ -46,41 +45,31 @@ def check_sampling(options: DriftOptions, text: Text, output: Path) -> None:
         pass
 
 
-def to_measure(options: DriftOptions, text: Text, load: Callable[[], nn.Module], folder: Path, output: Path) -> Text:
-    """`text` as it stands or, under `sample`, the responses of the model that `load` gives, written to `folder`. A file
-    that lies in `output`, which `folder` will replace, is taken over."""
+def to_measure(options: DriftOptions, text: Text, load: Load, folder: Path, output: Path) -> tuple[Text, Load]:
+    """`text` as it stands or, under `sample`, the responses of the model that `load` gives, written to `folder`; and
+    `load`, after which `text.of_old` says whether that model wrote the samples: a folder may hold other weights by now,
+    or be read with another base or dtype. A file that lies in `output`, which `folder` will replace, is taken over."""
     if text.path.resolve().is_relative_to(output.resolve()):
         shutil.copyfile(text.path, folder / text.path.name)
-    if options.sample is None:
-        return text
-    size = max(1, options.batch_size // options.sample)
-    with (
-        progress(Console(stderr=True), -(-text.number // size)) as tick,
-        open(folder / FILE, "w", encoding="utf-8") as file,
-    ):
-        for lines in _sampled(load(), text, options, size):
-            file.writelines(lines)
-            file.flush()  # what goes wrong afterwards does not take it along
-            tick()
-    return Text(folder / FILE, text.known, text.max_tokens, text.batch_size)
+    if options.sample is not None:
+        size = max(1, options.batch_size // options.sample)
+        with (
+            progress(Console(stderr=True), -(-text.number // size)) as tick,
+            open(folder / FILE, "w", encoding="utf-8") as file,
+        ):
+            for lines in _sampled(load(), text, options, size):
+                file.writelines(lines)
+                file.flush()  # what goes wrong afterwards does not take it along
+                tick()
+        text = Text(folder / FILE, text.known, text.max_tokens, text.batch_size)
 
-
-def recognising(text: Text, load: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """`load`, of the checkpoint that is the first; after it `text.of_old` says whether that wrote the samples: a folder
-    may hold other weights by now, or be read with another base or dtype."""
-
-    def loaded() -> nn.Module:
+    def recognising() -> nn.Module:
         model = load()
         if text.holds.sampler_sha256 is not None:
             text.of_old = text.of_old is not False and text.holds.sampler_sha256 == fingerprint(model)
         return model
 
-    return loaded
-
-
-def measured(text: Text) -> dict[str, Any]:
-    """What a text is, for the record and in words (`words.text_sentence`)."""
-    return {**asdict(text.holds), "of_old": text.of_old}
+    return text, recognising
 
 
 def _sampled(model: nn.Module, text: Text, options: DriftOptions, size: int) -> Iterator[list[str]]:

@@ -5,38 +5,124 @@ other. What is measured is on disk after every checkpoint, in OUTPUT.partial, wh
 """
 
 import json
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from torch import nn
+from torch import Tensor
 
 from moe_rl.drift import checkpoints
-from moe_rl.drift.adapters import sources
+from moe_rl.drift.change_tables import rates_of, site_table
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
+from moe_rl.drift.gates import gates_of, with_gates
 from moe_rl.drift.options import DriftOptions
-from moe_rl.drift.output import (
-    environment,
-    finite,
-    output_folder,
-    place_of,
-    progress,
-    settings_of,
-    short_names,
-    unfinished,
-)
-from moe_rl.drift.run import check_options, text_of
-from moe_rl.drift.samples import FILE, measured, recognising, to_measure
+from moe_rl.drift.output import Tick, finite, place_of, progress, record_of, short_names, unfinished
+from moe_rl.drift.passes import keep_scored, kept_scored, scored
+from moe_rl.drift.prompts import Text, TextBatch
+from moe_rl.drift.run import checked
+from moe_rl.drift.samples import FILE, Load, to_measure
 from moe_rl.drift.series_page import draw, render, series_table
-from moe_rl.drift.series_passes import Held, Passes
 from moe_rl.drift.words import adapters_sentence, series_verdict, settings_sentence, swap_sentence, text_sentence
 from moe_rl.files import write_atomic, write_json
+from moe_rl.measure.arithmetic import GapSums
+from moe_rl.measure.scoring import Scored, score_live, score_replayed
+from moe_rl.routing import ChangeCounts, change_counts
 
 WRITTEN = "series.json", "series.csv", "sites.csv", "report.html", "figures", FILE
+
+
+Gates = Mapping[str, Tensor]
+
+
+class Held:
+    """What one checkpoint changed: against the first (`gap`), against the one before, and with swapped routers
+    (`counts`, by name). `gates`: its own routers."""
+
+    def __init__(self, name: str, gates: Gates) -> None:
+        self.name, self.gates = name, gates
+        self.gap = GapSums(pair="policies")
+        self.counts: dict[str, ChangeCounts] = {}
+
+    def add(self, batch: TextBatch, first: Scored, last: Scored, own: Scored, replayed: Tensor) -> None:
+        self.gap.add(first, own, replayed, batch.text.completion_mask.cpu())
+        self.change("step", batch, last, own)
+
+    def change(self, name: str, batch: TextBatch, old: Scored, new: Scored) -> None:
+        counts = change_counts(old.routes, new.routes, batch.text.completion_mask.cpu())
+        self.counts[name] = self.counts[name] + counts if name in self.counts else counts
+
+    @property
+    def tokens(self) -> int:
+        return self.gap.counts.tokens_total if self.gap.counts is not None else 0
+
+    def row(self) -> dict[str, Any]:
+        """`change` and `step`: slot, site and token change against the first and against the one before; `gap`: the
+        log-ratio against the first, natural and replayed (`gap_split`); `gate_swap`."""
+        assert self.gap.counts is not None
+        step, *swaps = (rates_of(self.counts[name]) for name in ("step", "routers", "body") if name in self.counts)
+        return {
+            "name": self.name,
+            "tokens": self.tokens,
+            "change": rates_of(self.gap.counts),
+            "step": step,
+            "gap": self.gap.metrics(),
+            "gate_swap": dict(zip(("routers", "body"), swaps, strict=True)) if len(swaps) == 2 else None,
+        }
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The forwards. loads: of each model. cache: a folder for the routes and log-probabilities of two
+    checkpoints."""
+
+    names: Sequence[str]
+    loads: Sequence[Load]
+    text: Text
+    cache: Path
+    tick: Tick
+
+    def first(self, floor: Floor) -> Held:
+        """Score the first checkpoint, measure its noise floor; its row is of zeros."""
+        model = self.loads[0]()
+        held = Held(self.names[0], gates_of(model))
+        for number, batch in enumerate(self.text.batches()):
+            before = scored("checkpoint 1", model, batch.text)
+            floor.add(model, batch.text, before)
+            for name in ("first", "last"):
+                keep_scored(self.cache, f"{name}_{number}", before)
+            held.add(batch, before, before, before, before.logps)
+            self.tick()
+        floor.close()
+        return held
+
+    def other(self, index: int, gates: Gates | None) -> Held:
+        """Score a further checkpoint, live and with the first one's routes and, given `gates`, with its routers."""
+        model = self.loads[index]()
+        held = Held(self.names[index], gates_of(model))
+        for number, batch in enumerate(self.text.batches()):
+            (before, _), (last, _) = (kept_scored(self.cache, f"{name}_{number}") for name in ("first", "last"))
+            after = scored(f"checkpoint {index + 1}", model, batch.text)
+            held.add(batch, before, last, after, score_replayed(model, batch.text, before.routes, after.routes))
+            if gates is not None:
+                with with_gates(model, gates):
+                    held.change("body", batch, before, score_live(model, batch.text))
+            keep_scored(self.cache, f"last_{number}", after)
+            self.tick()
+        return held
+
+    def swapped(self, helds: Sequence[Held]) -> None:
+        """The first checkpoint again, with the routers of every other, into their rows."""
+        model = self.loads[0]()
+        for number, batch in enumerate(self.text.batches()):
+            before, _ = kept_scored(self.cache, f"first_{number}")
+            for held in helds:
+                with with_gates(model, held.gates):
+                    held.change("routers", batch, before, score_live(model, batch.text))
+            self.tick()
 
 
 def run_series(options: DriftOptions) -> Path:
@@ -44,49 +130,33 @@ def run_series(options: DriftOptions) -> Path:
 
     Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
     """
-    dtype, device = check_options(options)
     paths = checkpoints.chosen(options.checkpoints)
+    options = replace(options, checkpoints=tuple(paths))
     places = [place_of(path) for path in paths]
     if len(set(places)) < len(places):
         raise DriftError(f"the series names {next(p for p in places if places.count(p) > 1)} twice")
     names = short_names(paths)
-    default = Path("runs") / "drift" / f"{names[0]}_to_{names[-1]}"
-    output = output_folder(options.output, default, WRITTEN, options.prompts)
     labels = [f"checkpoint {i} ({name})" for i, name in enumerate(names, start=1)]
-    of = sources(dict(zip(labels, paths, strict=True)), options.base)
-    known = checkpoints.check(of, options.tokenizer, options.trust_remote_code)
-    given, floor = text_of(options, known, output), Floor(options.floor_sequences)
-    settings = settings_of(options, "per_site", "one_at_a_time")  # of pairs alone
+    output, given, device, loads = checked(options, labels, f"{names[0]}_to_{names[-1]}", WRITTEN)
+    floor = Floor(options.floor_sequences)
     helds: list[Held] = []
-
-    def load(index: int) -> nn.Module:
-        return checkpoints.load(labels[index], of[labels[index]], dtype, device, options.trust_remote_code)
 
     def results_now() -> dict[str, Any]:
         return {
             "checkpoints": paths,
             "steps": checkpoints.steps_of(names),
-            "architecture": known.model_type,
-            "parameters": known.parameters,
-            "routing_sites": len(known.sites),
-            "other_settings": known.other_settings,
-            "adapters": known.adapters,
-            "text": measured(text),
-            "examples": text.number,
-            "truncated": text.truncated,
-            "empty": text.empty,
+            "other_settings": text.known.other_settings,
+            "adapters": text.known.adapters,
             "floor": floor.results(),
             "rows": [held.row() for held in helds],
-            "settings": {**settings, "max_tokens": text.max_tokens, "device": str(device)},
-            "environment": environment(device),
+            **record_of(text, options, device, "per_site", "one_at_a_time"),  # these are of pairs alone
         }
 
     with unfinished(output) as folder:
-        text = to_measure(options, given, lambda: load(0), folder, output)
+        text, loads[0] = to_measure(options, given, loads[0], folder, output)
         total = (len(paths) + (1 if options.gate_swap else 0)) * text.most_batches
         with progress(Console(stderr=True), total) as tick:
-            first_of = recognising(text, lambda: load(0))
-            passes = Passes(names, lambda i: load(i) if i else first_of(), text, folder / "cache", tick)
+            passes = Passes(names, loads, text, folder / "cache", tick)
             first = passes.first(floor)
             if not first.tokens:
                 raise text.nothing_left()
@@ -96,7 +166,6 @@ def run_series(options: DriftOptions) -> Path:
                 _write(folder, results_now(), helds, complete=False)
             if options.gate_swap:
                 passes.swapped(helds[1:])
-        shutil.rmtree(folder / "cache", ignore_errors=True)
         results = _write(folder, results_now(), helds, complete=True)
         figures = draw(results, _sites(helds), folder / "figures")
         write_atomic(folder / "report.html", render(results, figures))
@@ -130,5 +199,5 @@ def _write(folder: Path, results: dict[str, Any], helds: Sequence[Held], complet
 
 
 def _sites(helds: Sequence[Held]) -> pd.DataFrame:
-    """One row per checkpoint and routing site."""
-    return pd.concat([held.sites() for held in helds])
+    """One row per checkpoint and routing site, against the first checkpoint."""
+    return pd.concat([site_table(held.gap.counts, checkpoint=held.name) for held in helds if held.gap.counts])

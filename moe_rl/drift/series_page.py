@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from moe_rl.drift.figures import LOOKS
 from moe_rl.drift.output import page_of
-from moe_rl.drift.words import adapters_sentence, floor_text, number, percent, slot_floors, text_sentence
+from moe_rl.drift.words import adapters_sentence, floor_text, floors_of, measured_sentence, number, percent
 from moe_rl.study.figures.floor import FLOOR_LINES
 from moe_rl.study.figures.routing import short_sites, site_ticks
 from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
@@ -61,9 +61,9 @@ def series_curves(results: Mapping[str, Any], note: str) -> StudyFigure:
     for level, (colour, marker) in LEVELS.items():
         first.plot(x, 100 * table[f"{level}_change"], color=colour, marker=marker, ms=3, label=f"{level}s")
         step.plot(x[1:], 100 * table[f"step_{level}_change"][1:], color=colour, marker=marker, ms=3)
-    for floor, rate in slot_floors(results["floor"]).items():
+    for floor, largest in floors_of(results["floor"]).items():
         for ax in (first, step):
-            ax.axhline(100 * rate, **FLOOR_LINES[floor])
+            ax.axhline(100 * largest["slot"], **FLOOR_LINES[floor])
     for kind, column in (("natural", "gap_mean"), ("replayed", "gap_mean_replayed")):
         gap.plot(x, table[column], **{**LOOKS[kind], "ms": 3, "label": kind})
     if swapped:
@@ -136,7 +136,8 @@ def render(results: Mapping[str, Any], figures: Sequence[StudyFigure]) -> str:
     """The page: self-contained, without scripts."""
     rows = [_cells(row) for row in results["rows"]]
     adapters = adapters_sentence(results) if results["adapters"] else ""
-    text = text_sentence(results["text"], results["rows"][0]["name"])
+    tokens = f"{results['rows'][0]['tokens']:,} tokens of {results['examples']} examples"
+    text = measured_sentence(results, tokens, results["rows"][0]["name"])
     return page_of("series", results, figures, floor=_floor(results), adapters=adapters, text=text, rows=rows)
 
 

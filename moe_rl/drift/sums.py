@@ -104,7 +104,7 @@ class Sums:
         return table[table["choices"] > 0].reset_index(drop=True)
 
     def tails(self) -> pd.DataFrame:
-        """Share of tokens whose |log r| exceeds a size, for each kind of log-ratio."""
+        """Share of tokens whose |log r| is at least a size, for each kind of log-ratio."""
         parts = []
         for kind, counts in zip(KINDS, self.sizes, strict=True):
             above = counts.flip(0).cumsum(0).flip(0)[1:]  # bin i + 1 begins at edge i

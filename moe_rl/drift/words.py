@@ -6,6 +6,7 @@ from typing import Any
 
 from moe_rl.study.figures.floor import WORDS
 from moe_rl.study.floors import FLOORS
+from moe_rl.study.words import count
 
 
 def number(value: float | None) -> str:
@@ -54,6 +55,25 @@ def text_sentence(text: Mapping[str, Any], old: str) -> str:
     return ", ".join(f"{words[kind]} ({number:,} examples)" for kind, number in text["kinds"].items())
 
 
+def measured_sentence(results: Mapping[str, Any], tokens: str, old: str) -> str:
+    """How many `tokens` of what (in words) were measured, which text that is, and what of it was left out."""
+    said = f"{tokens}: {text_sentence(results['text'], old)}"
+    if results["truncated"]:
+        said += f"; {results['truncated']:,} examples cut to {results['settings']['max_tokens']} tokens"
+    return said + (f"; {results['empty']:,} without a token to measure" if results["empty"] else "")
+
+
+def model_sentence(results: Mapping[str, Any]) -> str:
+    sites = count(results["routing_sites"], "routing site")
+    return f"{results['architecture']}, {results['parameters']:,} parameters, {sites}"
+
+
+def interval(row: Mapping[str, Any]) -> str:
+    """A 95 % interval in brackets behind a rate; empty where there is none."""
+    low, high = row["low"], row["high"]
+    return "" if None in (low, high) or not low < high else f" [{percent(low)[:-2]}, {percent(high)[:-2]}]"
+
+
 def own_samples(text: Mapping[str, Any]) -> bool:
     """Whether all that was measured was drawn from the old checkpoint, so that averages over it are expectations."""
     return bool(text["of_old"] and text["temperature"])
@@ -83,46 +103,43 @@ def swap_sentence(swap: Mapping[str, Any] | None) -> str:
     if not swap:
         return ""
     routers, body = (swap[name]["slot"]["rate"] for name in ("routers", "body"))
-    text = (
-        f"New routers on the old body change {percent(routers)} of slots, old routers on the new body {percent(body)}: "
-    )
-    if not max(routers, body):
-        return text + "neither moves the selection."
-    if max(routers, body) < 1.2 * min(routers, body):
-        return text + "both move the selection about equally."
-    larger, smaller = max(routers, body), min(routers, body)
+    smaller, larger = sorted((routers, body))
+    old, new = percent(body), percent(routers)
+    text = f"New routers on the old body change {new} of slots, old routers on the new body {old}"
+    if not larger:
+        return f"{text}: neither moves the selection."
+    if larger < 1.2 * smaller:
+        return f"{text}: both move the selection about equally."
     much = f"{number(larger / smaller)} times as much" if smaller else "alone"
-    return text + f"the {'routers' if routers > body else 'hidden states'} move the selection {much}."
+    return f"{text}: the {'routers' if routers > body else 'hidden states'} move the selection {much}."
 
 
-def slot_floors(floor: Mapping[str, Any]) -> dict[str, float]:
-    """Slot change of each noise floor that was measured."""
-    return {name: _largest(rows, "slot") for name, rows in _measured(floor).items()}
+LEVELS = ("slot", "site", "token")
+
+
+def floors_of(floor: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Of each noise floor that was measured the largest of its variants: change of slots, sites and tokens, and
+    `gap_max`."""
+    found = {}
+    for name, members in FLOORS.items():
+        if rows := [floor["variants"][variant] for variant in members if variant in floor["variants"]]:
+            found[name] = {level: max(row[level]["rate"] or 0.0 for row in rows) for level in LEVELS}
+            found[name]["gap_max"] = max(row["gap_max"] for row in rows)
+    return found
 
 
 def floor_text(old: str, floor: Mapping[str, Any], reasons: bool = True) -> str:
     """The noise floor in a sentence, with the `reasons` for what is missing; empty where it was not measured."""
     parts = []
-    for name, rows in _measured(floor).items():
-        changed = ", ".join(f"{percent(_largest(rows, level))} of {level}s" for level in ("slot", "site", "token"))
-        gap = number(max(row["gap_max"] for row in rows))
+    for name, largest in floors_of(floor).items():
+        changed = ", ".join(f"{percent(largest[level])} of {level}s" for level in LEVELS)
+        gap = number(largest["gap_max"])
         parts.append(f"{WORDS[name]} changes {changed} and moves a log-probability by up to {gap} nats")
     if not parts:
         return ""
     for variant, why in floor["left_out"].items():
         parts.append(f"not measured: {variant}" + (f" ({why})" if reasons else ""))
     return f"{old} against itself on {floor['sequences']:,} sequences: {'; '.join(parts)}."
-
-
-def _measured(floor: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """Each noise floor with the variants of which it is the largest, where any of them was measured."""
-    variants = floor["variants"]
-    found = {name: [variants[m] for m in members if m in variants] for name, members in FLOORS.items()}
-    return {name: rows for name, rows in found.items() if rows}
-
-
-def _largest(rows: list[Mapping[str, Any]], level: str) -> float:
-    return max(row[level]["rate"] or 0.0 for row in rows)
 
 
 def _changed(change: Mapping[str, Any], old: str, new: str) -> str:
@@ -132,10 +149,8 @@ def _changed(change: Mapping[str, Any], old: str, new: str) -> str:
 
 def _times(change: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """How many times each floor, by slots: the model's own arithmetic, and a bf16 copy."""
-    rate, floors = change["slot"]["rate"], slot_floors(results["floor"])
-    if not floors:
-        return ""
-    parts = []
+    rate, parts = change["slot"]["rate"], []
+    floors = {name: largest["slot"] for name, largest in floors_of(results["floor"]).items()}
     for name, words in (("own", "other arithmetic at equal weights"), ("bf16", "a bf16 copy")):
         if floors.get(name):
             parts.append(f"{number(rate / floors[name])} times what {words} changes ({percent(floors[name])})")

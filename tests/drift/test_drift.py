@@ -17,7 +17,6 @@ from moe_rl.drift import figures, run
 from moe_rl.drift.checkpoints import fits_twice
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.page import summary
-from moe_rl.drift.ratio_figures import log_ratios
 from moe_rl.drift.run import DriftOptions, run_drift
 from moe_rl.drift.words import floor_text
 from moe_rl.measure import noise_floor
@@ -155,15 +154,15 @@ def test_a_floor_is_left_out_when_asked_and_where_a_kernel_cannot_run(saved, pro
         assert "Dashed" not in figure.caption and not figure.figure.axes[0].lines[-1].get_label().startswith("equal")
 
 
-@pytest.mark.parametrize(("length", "bins"), [(4, 1), (200, 9)])
-def test_bins_of_positions_hold_thirty_tokens_or_all_there_are(length, bins):
-    positions = pd.DataFrame({"position": np.arange(length), "tokens": 2})
+@pytest.mark.parametrize(("length", "tokens", "bins"), [(4, 2, 1), (200, 2, 9), (3, 30, 3), (3, 29, 1)])
+def test_bins_of_positions_hold_thirty_tokens_or_all_there_are(length, tokens, bins):
+    positions = pd.DataFrame({"position": np.arange(length), "tokens": tokens})
     for name in ("slots", "sites", "tokens"):
         positions[f"{name}_changed"] = positions["position"] % 2
     positions["slots"] = positions["sites"] = 2
     drawn = figures.change_by_position(positions, pd.DataFrame(columns=["variant"]), "note")
-    assert len(drawn.frame) == bins and drawn.frame["tokens"].sum() == 2 * length
-    assert drawn.frame["tokens"].min() >= min(30, 2 * length) and drawn.frame["last"].iloc[-1] == length - 1
+    assert len(drawn.frame) == bins and drawn.frame["tokens"].sum() == tokens * length
+    assert drawn.frame["tokens"].min() >= min(30, tokens * length) and drawn.frame["last"].iloc[-1] == length - 1
     assert (drawn.frame["first"].iloc[1:].to_numpy() == drawn.frame["last"].iloc[:-1].to_numpy() + 1).all()
 
 
@@ -236,6 +235,8 @@ def test_one_token_and_all_experts_chosen(tokenizer, prompts, tmp_path, undrawn)
         "40 closer choices, ties most of them, are left of the axes; 25 % of these" in figures.margins(ties, "").caption
     )
     assert "left of the axes" not in figures.margins(ties[1:], "").caption
+    drawn = [figures.margins(ties.assign(choices=least), "").figure.axes[0].lines[0].get_ydata() for least in (29, 30)]
+    assert [line.tolist() for line in drawn] == [[], [10.0]], "of thirty choices that one can be drawn"
     topics = dict(summary(results_of(output)))
     assert topics["Log-ratio"].startswith("One token alone"), "not: the two say the same"
 
@@ -270,7 +271,7 @@ def test_a_comparison_on_a_gpu_mixes_no_devices(saved, prompts, tmp_path, undraw
 def test_of_few_tokens_the_log_ratios_say_so():
     tails = pd.DataFrame({"log_ratio": ["natural"] * 2, "size": [0.1, 0.2], "share": [0.5, 0.1]})
     few = pd.DataFrame({"flips": [0, 1], "tokens": [29, 3], "natural": [0.1, 0.2], "replayed": [0.1, 0.1]})
-    right = log_ratios(tails, few, "").figure.axes[1]
+    right = figures.log_ratios(tails, few, "").figure.axes[1]
     assert [text.get_text() for text in right.texts] == ["no bin has 30 tokens"] and not len(right.get_xticks())
-    right = log_ratios(tails, few.assign(tokens=30), "").figure.axes[1]
+    right = figures.log_ratios(tails, few.assign(tokens=30), "").figure.axes[1]
     assert not right.texts and right.get_yscale() == "log"

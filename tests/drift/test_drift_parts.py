@@ -13,7 +13,7 @@ from moe_rl.drift.errors import DriftError
 from moe_rl.drift.passes import Measured
 from moe_rl.drift.prompt_files import KEYS, kind_of
 from moe_rl.drift.prompts import Example, Text, TextBatch, aligned, check_file, tokenised
-from moe_rl.drift.sums import _median, count
+from moe_rl.drift.sums import _bins, _median, count
 from moe_rl.measure.decompose import Decomposition
 from moe_rl.measure.scoring import TokenBatch
 from moe_rl.policy.tiny import char_tokenizer
@@ -255,6 +255,18 @@ def test_log_ratios_by_hand():
     assert by_flips["tokens"].to_dict() == {0: 2, 1: 2, 2: 2}
     # one site changed before the tokens of log r 4 and 12, two before those of -1 and -3; of weights alone 1 and 3
     assert by_flips["natural"].to_dict() == {0: 0, 1: 32, 2: 2} and by_flips["replayed"].to_dict() == {0: 0, 1: 2, 2: 2}
+
+
+def test_a_value_at_an_edge_is_in_the_bin_that_begins_there():
+    edges = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
+    assert _bins(torch.tensor([0.5, 1.0, 9.9, 10.0, 100.0]), edges).tolist() == [1, 2, 1, 1]
+    measured = measured_by_hand(3, 8)
+    measured.margins[...] = 1.0
+    sums, _ = count(measured)
+    assert sums.by_margin()[["low", "choices"]].to_numpy().tolist() == [[1.0, 6]]
+    tails = sums.tails().set_index(["log_ratio", "size"])["tokens"]["natural"]
+    # log r = 4, -1, 0: at 1 there are two, next to it one, and at the least size none of the zeros
+    assert tails.loc[1.0] == 2 and tails[tails.index > 1.0].iloc[0] == 1 and tails.iloc[0] == 2
 
 
 def test_batches_add_up_whatever_their_length():

@@ -163,7 +163,9 @@ def test_the_verdict_names_the_worst_variant_of_each_dtype_and_no_other_dtype():
     [
         ({"--prompts": "nowhere.jsonl"}, "there is no file nowhere.jsonl"),
         ({"--dtypes": "float8"}, "--dtypes: unknown 'float8'"),
+        ({"--dtypes": "float32 float32"}, "--dtypes: one of float32 float32 is named twice"),
         ({"--experts": "nonsense"}, "--experts: expected one of "),
+        ({"--experts": "eager eager"}, "--experts: one of eager eager is named twice"),
         ({"--batch-size": "0"}, "--batch-size: at least 1, got 0"),
         ({"--max-tokens": "65"}, "--max-tokens: 65 are more than the model's 64 positions"),
         ({"--max-tokens": "2"}, "no token to measure: 4 of 4 examples are empty.* fills the 2 tokens .* 64 positions"),
@@ -184,7 +186,9 @@ def test_bad_input_is_one_message_and_nothing_written(change, message, granite, 
     if change.pop("empty", False):
         prompts.write_text("\n\n")
     options = {"--prompts": prompts, "--output": tmp_path / "out", **change}
-    error = refused(capsys, "floor", model, *(word for pair in options.items() for word in pair))
+    error = refused(
+        capsys, "floor", model, *(word for pair in options.items() for part in pair for word in str(part).split())
+    )
     assert re.search(message, error), error
     assert error.count("moe-rl: error") == 1 and "Traceback" not in error
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()

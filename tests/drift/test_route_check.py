@@ -1,10 +1,14 @@
 """Captured routes against the model's: every fault that engines were seen to make, injected and named."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
+import torch
 
 from moe_rl.drift.captured import Captured, OwnRoutes
 from moe_rl.drift.route_check import check_routes
+from moe_rl.routing.arrays import pad_left_aligned
 
 L, K, E, HIDDEN = 3, 2, 16, 4  # of four hidden layers the first is dense
 SITES = tuple(f"model.layers.{i}.mlp.gate" for i in (1, 2, 3))
@@ -20,6 +24,15 @@ def noisy(ids, share, rng):
     return ids
 
 
+def model_of(ids, floor, experts=E, layers=None, depth=None):
+    """What a model chose for sequences, of sites in every layer or in these."""
+    L = ids[0].shape[1]
+    layers = tuple(range(L)) if layers is None else layers
+    names = tuple(f"model.layers.{i}.mlp.gate" for i in layers)
+    padded = (pad_left_aligned([torch.from_numpy(x) for x in some], -1).numpy() for some in (ids, floor))
+    return OwnRoutes(*padded, names, (experts,) * L, layers, depth or L)
+
+
 @pytest.fixture(scope="module")
 def own():
     rng = np.random.default_rng(0)
@@ -27,16 +40,16 @@ def own():
     ids = [
         np.array([[rng.choice(E, K, replace=False, p=popular) for _ in range(L)] for _ in range(n)]) for n in LENGTHS
     ]
-    return OwnRoutes(ids, [noisy(x, 0.04, rng) for x in ids], SITES, (E,) * L, (1, 2, 3), HIDDEN)
+    return model_of(ids, [noisy(x, 0.04, rng) for x in ids], layers=(1, 2, 3), depth=HIDDEN)
 
 
 def capture(own, change=lambda ids, b: ids, layers=(1, 2, 3), depth=HIDDEN, noise=0.04, sites=None):
     """As vLLM returns it: all hidden layers, dense ones zero, no row of the last token."""
     rng = np.random.default_rng(1)
     found = []
-    for b, ids in enumerate(own.ids):
-        rows = np.zeros((len(ids) - 1, depth, K), np.int32)
-        rows[:, list(layers)] = noisy(ids, noise, rng)[:-1]
+    for b, n in enumerate(LENGTHS):
+        rows = np.zeros((n - 1, depth, K), np.int32)
+        rows[:, list(layers)] = noisy(own.ids[b, :n], noise, rng)[:-1]
         found.append(change(rows, b))
     return Captured([np.arange(n) for n in LENGTHS], found, sites)
 
@@ -174,7 +187,7 @@ def test_another_models_routes_are_not_the_models_in_disguise(turned):
         return [np.array([[rng.choice(E, K, replace=False, p=p) for p in chances] for _ in range(n)]) for n in LENGTHS]
 
     ids = drawn(np.random.default_rng(0), 0)
-    model = OwnRoutes(ids, ids, SITES, (E,) * L, (0, 1, 2), L)
+    model = model_of(ids, ids)
     other = Captured([np.arange(n) for n in LENGTHS], drawn(np.random.default_rng(1), turned))
     result = check_routes(other, model)
     assert faults(result) == ["other choices"], result.verdict
@@ -229,8 +242,7 @@ def test_what_is_said_eight_times_fits_no_renaming_by_heart(renamed, tokens):
     """A group of eight responses to one prompt, all alike: each token's routes are in both halves of the rows."""
     rng = np.random.default_rng(0)
     ids, other = (np.argsort(rng.random((tokens, 4, 64)), -1)[..., :6] for _ in range(2))
-    sites = tuple(f"model.layers.{i}.mlp.gate" for i in range(4))
-    model = OwnRoutes([ids] * 8, [ids] * 8, sites, (64,) * 4, (0, 1, 2, 3), 4)
+    model = model_of([ids] * 8, [ids] * 8, experts=64)
     given = rng.permutation(64)[ids] if renamed else other
     result = check_routes(Captured([np.arange(tokens)] * 8, [given] * 8), model)
     assert faults(result) == ["physical ids" if renamed else "other choices"], result.verdict
@@ -238,9 +250,8 @@ def test_what_is_said_eight_times_fits_no_renaming_by_heart(renamed, tokens):
 
 def test_zeros_of_one_slot_are_no_route_at_many_sites(own):
     """Twelve sites of one expert: three tokens of zeros in each sequence."""
-    sites = tuple(f"model.layers.{i}.mlp.gate" for i in range(12))
     ids = [np.random.default_rng(n).integers(0, E, (n, 12, 1)) for n in LENGTHS]
-    model = OwnRoutes(ids, ids, sites, (E,) * 12, tuple(range(12)), 12)
+    model = model_of(ids, ids)
     rows = [x.copy() for x in ids]
     for x in rows:
         x[20:23] = 0
@@ -250,7 +261,7 @@ def test_zeros_of_one_slot_are_no_route_at_many_sites(own):
 
 def test_of_a_file_without_any_route_nothing_agrees():
     """Of top-1 zeros may be expert 0, and this model chooses it everywhere."""
-    model = OwnRoutes([np.zeros((9, 2, 1), int)], [np.zeros((9, 2, 1), int)], ("a", "b"), (E,) * 2, (0, 1), 2)
+    model = model_of([np.zeros((9, 2, 1), int)], [np.zeros((9, 2, 1), int)])
     result = check_routes(Captured([np.arange(9)], [np.full((9, 2, 1), -1)]), model)
     assert faults(result) == ["tokens without routes"] and result.tokens == 0
 
@@ -258,3 +269,21 @@ def test_of_a_file_without_any_route_nothing_agrees():
 def test_floats_are_refused(own):
     with pytest.raises(ValueError, match=r"expected integer ids .* got \['float64 \["):
         check_routes(capture(own, lambda ids, b: ids.astype(float)), own)
+
+
+@pytest.mark.parametrize("id_", [4095, 60_000, 2**40])
+def test_one_corrupt_id_costs_neither_memory_nor_the_explanation(own, id_):
+    """What is searched grows with the ids that occur, not with the largest."""
+
+    def change(ids, b):
+        ids = np.roll(ids.astype(np.int64), 1, axis=0)
+        ids[5, 1, 0] = id_
+        return ids
+
+    tracemalloc.start()
+    result = check_routes(capture(own, change), own)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert set(faults(result)) == {"shifted by one token", "ids out of range"}
+    assert f"first sequence 0, token 5, layer 1: [{id_}, " in result.findings[0].text
+    assert most < 4e6

@@ -208,7 +208,7 @@ def test_what_the_arguments_mean(folder, tmp_path, tokenizer, prompts, capsys):
 
 def test_the_verdict_says_how_many_times_the_floor():
     def rates(slot, token):
-        return {"slot": {"rate": slot}, "token": {"rate": token}}
+        return {"slot": {"rate": slot}, "site": {"rate": slot}, "token": {"rate": token}, "gap_max": 0.0}
 
     results = {"old_name": "a", "new_name": "b", "change": rates(0.12, 0.45), "floor": {"variants": {}}}
     assert pair_verdict(results) == "12 % of slots and 45 % of tokens changed from a to b."

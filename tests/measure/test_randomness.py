@@ -97,3 +97,7 @@ def test_a_loaded_model_computes_what_transformers_does_in_both_modes(family, tm
     with torch.no_grad():
         assert torch.equal(loaded.eval()(IDS).logits, model(IDS).logits)
         assert torch.equal(loaded.train()(IDS).logits, model(IDS).logits)
+
+
+def test_a_dropout_of_any_kind_that_is_the_model_itself_has_the_name_of_its_kind():
+    assert turn_off_randomness(torch.nn.AlphaDropout(0.25)) == ["AlphaDropout.p = 0.25"]
