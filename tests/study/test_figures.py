@@ -325,3 +325,12 @@ def test_the_interval_of_a_caption_is_that_of_the_values_not_of_the_folders(tmp_
     whole = load(write_study(tmp_path / "w", arms, tuple(range(6)), 4, sequences=2))
     for name in ("final_reward", "reward"):
         assert "n = 6 seeds per arm; intervals: 95 % Student over 6 seeds." in FIGURES[name](whole).caption
+
+
+def test_final_rewards_are_called_held_out_where_the_study_declares_that(data):
+    def axes(study):
+        return [ax.get_xlabel() for ax in FIGURES["final_reward"](study).figure.axes if ax.get_xlabel()]
+
+    assert axes(data) == ["final reward", "paired difference of final reward"]
+    declared = dataclasses.replace(data, config={**data.config, "outcome": "held_out"})
+    assert axes(declared) == ["held-out reward", "paired difference of held-out reward"]

@@ -26,8 +26,8 @@ BESIDE, NO_INTERVAL = 1.8, 1.05  # inches for numbers right of the dots
     title="Final reward.",
     caption=(
         f"Final reward: mean of the last {FINAL_STEPS} steps of a run, or the held-out reward where the responses are "
-        "not the policy's. Large: mean over seeds; bar: its interval; small: seeds. f, b, c: runs that failed, ended "
-        "below their start, collapsed."
+        "not the policy's or the study declares it. Large: mean over seeds; bar: its interval; small: seeds. f, b, c: "
+        "runs that failed, ended below their start, collapsed."
     ),
     needs={},
     rank=0,
@@ -55,7 +55,7 @@ def final_reward(data: StudyData) -> Drawing:
     _numbers(drawn, table, beside)
     said = ["Arms are sorted by their mean; with few seeds that is no ranking."] if many else []
     if pairs:
-        _differences(drawn, data, pairs)
+        _differences(drawn, data, pairs, _measured(table))
         ends = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
         said += [
             f"Below: differences between arms, paired by seed over finished runs (pairs: {ends}), with mean and "
@@ -67,10 +67,14 @@ def final_reward(data: StudyData) -> Drawing:
     return Drawing(drawn.figure, frame, " ".join(said), interval="bar", tables=tables, runs=runs, counts=counts)
 
 
+def _measured(table: pd.DataFrame) -> str:
+    return "held-out reward" if set(table["measured"]) == {"held out"} else "final reward"
+
+
 def _numbers(drawn: Rows, table: pd.DataFrame, beside: float) -> None:
     """Mean with interval, and what went wrong, right of the dots."""
     ax = drawn.axes[0]
-    ax.set_xlabel("final reward", fontsize=7.5, labelpad=1)
+    ax.set_xlabel(_measured(table), fontsize=7.5, labelpad=1)
     wide = ax.get_position().width * PAGE
     place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "right"}
     rows = table[table["arm"].isin(list(drawn.places))].to_dict("records")
@@ -88,7 +92,7 @@ def _numbers(drawn: Rows, table: pd.DataFrame, beside: float) -> None:
         ax.text(second, drawn.places[row["arm"]], said, fontsize=7, color=colour, **place)
 
 
-def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
+def _differences(drawn: Rows, data: StudyData, pairs: list[Pair], measured: str) -> None:
     """One row per comparison, by condition, in the colour of the arm that is compared."""
     pairs = sorted(pairs, key=lambda pair: pair.noise)
     total = drawn.figure.get_figheight()
@@ -121,7 +125,7 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
         ax.axvline(end, color=GREY, lw=0.8, ls=(0, (1, 2)), zorder=1)
     ax.xaxis.set_major_locator(MaxNLocator(4 if wide > 1.2 else 2))
     quiet_rows(ax)
-    ax.set_xlabel("paired difference of final reward", fontsize=7.5, labelpad=1)
+    ax.set_xlabel(f"paired difference of {measured}", fontsize=7.5, labelpad=1)
 
 
 def _name(data: StudyData, pair: Pair) -> str:
