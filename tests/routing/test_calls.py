@@ -8,7 +8,7 @@ import pytest
 import torch
 from routing_helpers import disturbed, hooked, moe, routes_of, sets, tokens
 from tiny_families import tiny_config
-from transformers import GptOssForCausalLM, QuantizedCache, StaticCache, cache_utils
+from transformers import DynamicCache, GptOssForCausalLM, QuantizedCache, StaticCache, cache_utils
 
 from moe_rl.routing import (
     RoutedExperts,
@@ -312,3 +312,14 @@ def test_padding_that_generation_hid_must_be_hidden_when_it_is_scored(tmp_path: 
     assert torch.equal(loaded.attended, whole[:, :-1].bool())
     with pytest.raises(RoutingError, match="hides 2 tokens"), replay_routes(model, loaded):
         model(out)
+
+
+def test_a_check_inside_an_open_context_leaves_what_that_has_counted() -> None:
+    """On a GPU and in compiled code rows that were lost are added up: that sum was forgotten, and could not go on."""
+    model, inputs = moe(), tokens()
+    routes = routes_of(model, inputs)
+    with replay_routes(model, routes) as outer:
+        model(inputs, past_key_values=DynamicCache())
+        before = outer._tap.lost, outer._tap.left
+        with record_routes(model.train()):  # checked in this mode for the first time
+            assert before[0] is outer._tap.lost and before[1] is outer._tap.left

@@ -135,17 +135,6 @@ def test_a_recording_goes_on_in_a_mode_that_was_not_checked_where_ids_reach_the_
         recorded("Llama4ForCausalLM")  # whose experts get none: its selection has to be known
 
 
-def test_a_check_inside_an_open_context_leaves_what_that_has_counted() -> None:
-    """On a GPU and in compiled code rows that were lost are added up: that sum was forgotten, and could not go on."""
-    model, inputs = moe(), tokens()
-    routes = routes_of(model, inputs)
-    with replay_routes(model, routes) as outer:
-        model(inputs, past_key_values=DynamicCache())
-        before = outer._tap.lost, outer._tap.left
-        with record_routes(model.train()):  # checked in this mode for the first time
-            assert before[0] is outer._tap.lost and before[1] is outer._tap.left
-
-
 def test_the_number_of_selections_is_that_of_the_check() -> None:
     model, many = with_router(TwiceForMany), tokens(8, 20)
     routes = routes_of(model, many)

@@ -21,7 +21,6 @@ from moe_rl.study.doctor import (
     examine,
     inspect_machine,
     installed,
-    left_in_cgroups,
     planned,
     report,
 )
@@ -249,24 +248,6 @@ def test_every_arm_is_asked_for_its_task_and_dtype():
     assert said[2][:2] == ("task", False) and said[2][2].startswith("c: ") and len(said) == 3
 
 
-def test_memory_left_in_a_container_is_that_of_the_tightest_group_and_counts_the_page_cache(tmp_path):
-    def limited(folder, limit, used, cache):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in (("max", limit), ("current", used), ("stat", f"anon 1\ninactive_file {cache}\nslab 2")):
-            (folder / f"memory.{name}").write_text(f"{text}\n")
-
-    root, own = tmp_path / "cgroup", tmp_path / "self"
-    own.write_text("4:memory:/elsewhere\n0::/job.slice/task\n")
-    limited(root / "job.slice", 1000, 900, 300)
-    limited(root / "job.slice" / "task", "max", 700, 0)
-    assert left_in_cgroups(own, root) == [400]
-    limited(root / "job.slice" / "task", 800, 700, 50)
-    limited(root, 2000, 1500, 0)
-    assert left_in_cgroups(own, root) == [150, 400, 500]
-    own.write_text("0::/not/mounted/here\n")  # a container that sees its own group as the root
-    assert left_in_cgroups(own, root) == left_in_cgroups(tmp_path / "none", root) == [500]
-
-
 def test_what_is_wrong_with_a_study_is_said_in_words(monkeypatch):
     data = STUDY | {
         "base": {
@@ -278,17 +259,6 @@ def test_what_is_wrong_with_a_study_is_said_in_words(monkeypatch):
     text = report(found)
     assert not found["ok"] and "!! task" in text and "there is no file" in text
     assert "!! model options" in text and "megablocks" in text
-
-
-@pytest.mark.parametrize("controllers", ["memory", "cpuset,memory"])
-def test_memory_left_in_a_container_of_the_first_cgroups(tmp_path, controllers):
-    own, group = tmp_path / "self", tmp_path / "cgroup" / "memory" / "docker" / "one"
-    own.write_text(f"5:cpu,cpuacct:/docker/other\n9:{controllers}:/docker/one\n1:name=systemd:/docker/one\n")
-    group.mkdir(parents=True)
-    stat = "inactive_file 7\ntotal_inactive_file 300\nhierarchical_memory_limit 1000"
-    for name, text in (("limit_in_bytes", 1000), ("usage_in_bytes", 900), ("stat", stat)):
-        (group / f"memory.{name}").write_text(f"{text}\n")
-    assert left_in_cgroups(own, tmp_path / "cgroup") == [400]
 
 
 LACKING = """

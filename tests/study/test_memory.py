@@ -4,6 +4,7 @@ import pytest
 from test_doctor import QWEN, needs, run
 
 from moe_rl.policy.models import ModelConfig
+from moe_rl.study.doctor import left_in_cgroups
 from moe_rl.study.memory import architecture, meta_model, plan
 from moe_rl.training import MethodConfig, ProbeConfig, RolloutConfig
 
@@ -48,3 +49,32 @@ def test_gathered_layers_are_without_the_embeddings_which_may_be_one_matrix(path
     config = ModelConfig(path=path, dtype="bfloat16")
     layer = sum(p.numel() for p in meta_model(architecture(config)).model.layers[0].parameters())
     assert needs(run(config), devices=8)["gathered layers"] == pytest.approx(2 * 2 * layer, rel=1e-4)
+
+
+def test_memory_left_in_a_container_is_that_of_the_tightest_group_and_counts_the_page_cache(tmp_path):
+    def limited(folder, limit, used, cache):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in (("max", limit), ("current", used), ("stat", f"anon 1\ninactive_file {cache}\nslab 2")):
+            (folder / f"memory.{name}").write_text(f"{text}\n")
+
+    root, own = tmp_path / "cgroup", tmp_path / "self"
+    own.write_text("4:memory:/elsewhere\n0::/job.slice/task\n")
+    limited(root / "job.slice", 1000, 900, 300)
+    limited(root / "job.slice" / "task", "max", 700, 0)
+    assert left_in_cgroups(own, root) == [400]
+    limited(root / "job.slice" / "task", 800, 700, 50)
+    limited(root, 2000, 1500, 0)
+    assert left_in_cgroups(own, root) == [150, 400, 500]
+    own.write_text("0::/not/mounted/here\n")  # a container that sees its own group as the root
+    assert left_in_cgroups(own, root) == left_in_cgroups(tmp_path / "none", root) == [500]
+
+
+@pytest.mark.parametrize("controllers", ["memory", "cpuset,memory"])
+def test_memory_left_in_a_container_of_the_first_cgroups(tmp_path, controllers):
+    own, group = tmp_path / "self", tmp_path / "cgroup" / "memory" / "docker" / "one"
+    own.write_text(f"5:cpu,cpuacct:/docker/other\n9:{controllers}:/docker/one\n1:name=systemd:/docker/one\n")
+    group.mkdir(parents=True)
+    stat = "inactive_file 7\ntotal_inactive_file 300\nhierarchical_memory_limit 1000"
+    for name, text in (("limit_in_bytes", 1000), ("usage_in_bytes", 900), ("stat", stat)):
+        (group / f"memory.{name}").write_text(f"{text}\n")
+    assert left_in_cgroups(own, tmp_path / "cgroup") == [400]
