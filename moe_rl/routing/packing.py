@@ -150,11 +150,14 @@ def _differing_numpy(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor |
     changed = len(hit) - np.add.reduce(hit.view(np.uint8), axis=0, dtype=np.uint8)
     a, b = (_row_words(rows)[0] for rows in (old_rows, new_rows))
     live, routed = np.iinfo(a.dtype).max, None  # a row without a route is the sentinel in every slot
-    if any(len(x) and x.max() == live for x in (a, b)):
+    # A row that both lack is equal, and one that only `new` lacks is among the unequal: `new` is not read again.
+    if (len(a) and a.max() == live) or (b.take(index) == live).any():
         routed = (a != live) & (b != live)
         changed *= routed.take(index)
-    kept = np.flatnonzero(changed)  # the others are the same sets in another order
-    found = torch.from_numpy(index.take(kept)), torch.from_numpy(changed.take(kept))
+    if not changed.all():  # some are the same sets in another order
+        kept = np.flatnonzero(changed != 0)
+        index, changed = index.take(kept), changed.take(kept)
+    found = torch.from_numpy(index), torch.from_numpy(changed)
     return *found, None if routed is None else torch.from_numpy(routed)
 
 
