@@ -13,7 +13,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import EACH, Column, Dots, Rows, arm_rows, draw_dots, quiet_rows
 from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour, inches
-from moe_rl.study.outcomes import OUTCOMES, counts_shown, final_rewards
+from moe_rl.study.outcomes import OUTCOMES, counts_shown, final_rewards, reward_names
 from moe_rl.study.words import cut
 
 MOST_PAIRS = 16
@@ -55,7 +55,7 @@ def final_reward(data: StudyData) -> Drawing:
     _numbers(drawn, table, beside)
     said = ["Arms are sorted by their mean; with few seeds that is no ranking."] if many else []
     if pairs:
-        _differences(drawn, data, pairs, _measured(table))
+        _differences(drawn, data, pairs, reward_names(table)[0])
         ends = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
         said += [
             f"Below: differences between arms, paired by seed over finished runs (pairs: {ends}), with mean and "
@@ -67,14 +67,10 @@ def final_reward(data: StudyData) -> Drawing:
     return Drawing(drawn.figure, frame, " ".join(said), interval="bar", tables=tables, runs=runs, counts=counts)
 
 
-def _measured(table: pd.DataFrame) -> str:
-    return "held-out reward" if set(table["measured"]) == {"held out"} else "final reward"
-
-
 def _numbers(drawn: Rows, table: pd.DataFrame, beside: float) -> None:
     """Mean with interval, and what went wrong, right of the dots."""
     ax = drawn.axes[0]
-    ax.set_xlabel(_measured(table), fontsize=7.5, labelpad=1)
+    ax.set_xlabel(reward_names(table)[0], fontsize=7.5, labelpad=1)
     wide = ax.get_position().width * PAGE
     place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "right"}
     rows = table[table["arm"].isin(list(drawn.places))].to_dict("records")
