@@ -36,7 +36,7 @@ def run_outcomes(data: StudyData) -> pd.DataFrame:
         own = run.responses == "policy"
         curve = curves.get(key, pd.DataFrame(columns=["step", "reward"]))
         steps, rewards = curve["step"].to_numpy(), curve["reward"].to_numpy(float)
-        if not steps.size and key not in ends:
+        if not steps.size and key not in starts | ends:
             continue
         held_out = ends.get(key, np.nan)
         first = rewards[0] if own and steps.size and steps[0] == 0 else np.nan
@@ -129,9 +129,12 @@ def counts_shown(row: Mapping[Any, Any]) -> list[str]:
 
 
 def evaluations(data: StudyData) -> tuple[dict[Any, float], dict[Any, float]]:
-    """By (arm, seed) the held-out reward at step 0 (where it was evaluated there), and at the last evaluation."""
+    """By (arm, seed) the held-out reward at step 0 (where it was evaluated there), and at the last evaluation: of a run
+    that has not finished one after step 0."""
     if data.evals.empty or "reward" not in data.evals:
         return {}, {}
     rows = data.evals.dropna(subset=["reward"]).sort_values("step", kind="stable")
-    starts, ends = rows[rows["step"] == 0].groupby(_RUN, observed=True), rows.groupby(_RUN, observed=True)
-    return starts["reward"].first().to_dict(), ends["reward"].last().to_dict()
+    starts, last = rows[rows["step"] == 0].groupby(_RUN, observed=True), rows.groupby(_RUN, observed=True).last()
+    begun = {(run.arm, run.seed) for run in data.runs if not run.finished}
+    ends = last.loc[[step > 0 or run not in begun for run, step in last["step"].items()], "reward"]
+    return starts["reward"].first().to_dict(), ends.to_dict()

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from read_studies import study_of, text_on
+from read_studies import at_start, study_of, text_on
 
 from moe_rl.study.comparing import comparisons
-from moe_rl.study.outcomes import final_rewards
+from moe_rl.study.figures import FIGURES
+from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.published import KINDS, published_values
 from moe_rl.study.report import render_report
 from moe_rl.study.result_tables import result_tables
@@ -98,6 +99,31 @@ def test_a_report_calls_held_out_reward_by_its_name_where_that_is_declared():
     assert "Natural routing, held-out reward. GRPO: 0.60; GSPO: 0.80." in page
     assert "p 0.008; sampled −0.300: higher" in page and "responses are not the policy's, so that" not in page
     assert page.count('<th class="number">Sampled</th>') == 2 and '<th class="number">Held out</th>' not in page
+
+
+def test_the_reward_before_training_is_no_run_s_held_out_reward():
+    """A run that has not come to an evaluation after that has none yet, and is in no mean of them."""
+    study = declared_held_out({"grpo": EIGHT, "gspo": EIGHT})
+    evals = study.evals[(study.evals["seed"] > 0) | (study.evals["arm"] == "grpo") | (study.evals["step"] == 0)]
+    runs = tuple(replace(run, finished=(run.arm, run.seed) != ("gspo", 0)) for run in study.runs)
+    begun = replace(study, evals=evals, runs=runs)
+    runs = run_outcomes(begun).set_index(["arm", "seed"])
+    assert runs["start"]["gspo"].tolist() == [0.4] * 8 and not runs["failed"].any()
+    assert runs[["final", "held_out"]].isna().sum(axis=1)["gspo"].tolist() == [2, *[0] * 7]
+    table = final_rewards(begun).set_index("arm")
+    assert table["n"].to_dict() == {"grpo": 8, "gspo": 7} and table["low"]["gspo"] > 0.79
+
+
+def test_numbers_beside_final_rewards_stand_beside_them_however_long_the_counts():
+    study = study_of({"grpo": EIGHT, "gspo": EIGHT})
+    runs = tuple(replace(run, finished=run.seed > 0) for run in study.runs)
+    for some in (study, replace(study, runs=runs, evals=at_start(study, 0.4))):
+        drawn = FIGURES["final_reward"](some).figure
+        ax = drawn.axes[0]
+        said = {text.get_text(): text.get_window_extent() for text in ax.texts}
+        means = [box for text, box in said.items() if text.startswith("0.81")]
+        assert means and all(box.x0 > ax.get_window_extent().x1 for box in means)
+    assert "0 of 7 · 0 of 7 · 0" in said
 
 
 def test_what_was_sampled_of_committed_runs_is_their_final_reward_unless_another_is_declared(tmp_path):
