@@ -262,8 +262,8 @@ def load(path: str | Path) -> StudyData:
 
 def join(studies: dict[str, StudyData]) -> StudyData:
     """Several studies as one, to compare them: arms become `<key>/<arm>`, rows and declared comparisons stay. So do
-    `interest`, `outcome` and `alarms` where all studies have the same; else there are the defaults. Raises
-    StudyDataError for what is no loaded study.
+    `interest`, `outcome` and `alarms` where all studies have the same; else there are the defaults, of which outcome is
+    noted. Raises StudyDataError for what is no loaded study.
 
     >>> join({"lag 0": load("runs/a"), "lag 2": load("runs/b")}).rollouts      # doctest: +SKIP
     """
@@ -288,6 +288,8 @@ def join(studies: dict[str, StudyData]) -> StudyData:
     for name in ("interest", "outcome", "alarms"):
         if all(name in own and own[name] == configs[0][name] for own in configs):
             config[name] = configs[0][name]
+    if len({own.get("outcome") or "sampled" for own in configs}) > 1:
+        notes.append("the studies do not all declare one outcome; here that of all is of their last steps, as sampled")
     waiting = tuple(f"{key}/{run}" for key, data in studies.items() for run in data.not_started)
     # an empty frame has no column types; stacking it would turn the others' integers into objects
     filled = {name: [frame for frame in frames if len(frame)] or frames[:1] for name, frames in tables.items()}
