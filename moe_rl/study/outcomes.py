@@ -116,7 +116,8 @@ def final_rewards(data: StudyData) -> pd.DataFrame:
 
 def reward_names(table: pd.DataFrame) -> tuple[str, str]:
     """What a table of `run_outcomes` or `final_rewards` calls its final reward, and the reward beside it."""
-    final = "held-out reward" if set(table["measured"]) == {"held out"} else "final reward"
+    measured = set(table["measured"]) - {""}  # of an arm without a reward
+    final = "held-out reward" if measured == {"held out"} else "final reward"
     return final, "sampled" if "sampled" in table else "held out"
 
 

@@ -99,6 +99,9 @@ def test_a_report_calls_held_out_reward_by_its_name_where_that_is_declared():
     assert "Natural routing, held-out reward. GRPO: 0.60; GSPO: 0.80." in page
     assert "p 0.008; sampled −0.300: higher" in page and "responses are not the policy's, so that" not in page
     assert page.count('<th class="number">Sampled</th>') == 2 and '<th class="number">Held out</th>' not in page
+    rows = {name: getattr(study, name).query("arm == 'grpo'") for name in ("rollouts", "evals")}
+    begun = replace(study, **rows, runs=tuple(replace(run, finished=run.arm == "grpo") for run in study.runs))
+    assert '<h2 id="table">Held-out reward</h2>' in render_report(begun, []), "though GSPO has none yet"
 
 
 def test_the_reward_before_training_is_no_run_s_held_out_reward():
