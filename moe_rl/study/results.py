@@ -207,10 +207,7 @@ PAGES: dict[str, dict[str, Column]] = {
         "slope": _interval("+.3f", "slope", "low", "high"),
         "p": _column("p_adjusted", _probability),
     },
-    "rate_exponents": {
-        **_texts("of", "update", "seeds"),
-        "exponent": _interval("+.2f", "exponent", "low", "high"),
-    },
+    "rate_exponents": {**_texts("of", "update", "seeds"), "exponent": _interval("+.2f", "exponent", "low", "high")},
 }
 """Columns of a page's table: heading -> text of a row of the CSV. A table that is not here shows all its columns."""
 IF_HELD_OUT: dict[str, tuple[str, Column]] = {
