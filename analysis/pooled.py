@@ -2,7 +2,7 @@
 
     python analysis/pooled.py methods_stale:gspo_partial:grpo_partial partial_rollouts_anchor:gspo_partial:grpo_partial
     python analysis/pooled.py --roundings int4_sort:old_int4:grpo_fp32
-    python analysis/pooled.py --roundings --of held_out_less_final int4_sort:old_int4
+    python analysis/pooled.py --roundings --of held_out_less_sampled int4_sort:old_int4
 
 prints the mean with Student's 95 % interval over seeds; of two arms the differences are paired. It is no test, whether
 a study declared that comparison or not. A seed counts once: its values in a study and in its repetitions (--roundings,

@@ -8,7 +8,6 @@
 `moe_rl.study.load`, `moe-rl figures` and `moe-rl watch` read what it writes. Rooms below `study` import it from here.
 """
 
-import importlib.metadata
 import json
 import operator
 import os
@@ -42,7 +41,7 @@ from moe_rl.run_rows import (
 )
 from moe_rl.runlog import json_line
 from moe_rl.settings import differences, laid_over, listed, plain
-from moe_rl.starts import begun_under
+from moe_rl.starts import NOT_INSTALLED, begun_under, version_of
 from moe_rl.tables import read_table, write_table
 from moe_rl.yaml_files import parse_yaml
 
@@ -343,15 +342,10 @@ def _run_folder(folder: Path, arm: str, seed: SupportsIndex) -> Path:
 
 
 def _environment(command: str) -> dict[str, Any]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = {name: version_of(name) for name in PACKAGES}
     return {
         "written_by": "moe_rl.study.RunWriter",
-        "versions": versions,
+        "versions": {name: version for name, version in versions.items() if version != NOT_INSTALLED},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "command": command,

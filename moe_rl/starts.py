@@ -1,6 +1,7 @@
-"""`env.json` of a run that goes on: it was begun, perhaps, by other versions or on another machine. Every room may use
-it; it knows none of them."""
+"""`env.json` of a run: versions of packages; and of one that goes on, begun perhaps by other versions or on another
+machine. Every room may use it; it knows none of them."""
 
+import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,17 @@ BEGUN_WITH = (*OF_THE_POLICY, "task_sha256")
 """What a run starts from: of its first start, whatever a later one loads before it restores the checkpoint."""
 EARLIER = "earlier"
 _OF_ONE_START = ("started", "command", EARLIER, *BEGUN_WITH)
+
+
+NOT_INSTALLED = "not installed"
+
+
+def version_of(package: str) -> str:
+    """The installed version, or NOT_INSTALLED."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return NOT_INSTALLED
 
 
 def begun_under(folder: Path, now: Mapping[str, Any]) -> dict[str, Any]:

@@ -314,7 +314,7 @@ def log_ratios(tails: pd.DataFrame, by_flips: pd.DataFrame, note: str) -> StudyF
     for kind, look in LOOKS.items():
         part = tails[(tails["log_ratio"] == kind) & (tails["share"] > 0)]
         left.plot(part["size"], part["share"], markevery=8, **look)
-    left.set(xlabel="x, nats", ylabel="share of tokens with |log r| > x", title="Tails")
+    left.set(xlabel="x, nats", ylabel="share of tokens with |log r| ≥ x", title="Tails")
     left.set_xscale("log")
     log_y(left)
     seen = tails[(tails["share"] > 0) & (tails["share"] < 0.99)]
@@ -338,7 +338,7 @@ def log_ratios(tails: pd.DataFrame, by_flips: pd.DataFrame, note: str) -> StudyF
     caption = (
         "log r = new − old log-probability of a token. Natural: each checkpoint with its own routes; replayed: the old "
         "routes forced on the new weights; routes alone: the new routes forced on the old weights. Left: share of "
-        "tokens beyond a size, log-log; tokens whose past changed no route have exactly 0 for routes alone. Right: "
+        "tokens of a size or more, log-log; tokens whose past changed no route have exactly 0 for routes alone. Right: "
         "variance by the number of sites that changed at the position that predicts the token, bins of at least "
         f"{FEWEST} tokens. {note}"
     )

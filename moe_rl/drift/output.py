@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from moe_rl.drift.prompts import Text
 from moe_rl.drift.words import model_sentence
 from moe_rl.files import sole_writer
 from moe_rl.pages import render_page
+from moe_rl.starts import version_of
 from moe_rl.study.figures.saving import StudyFigure
 from moe_rl.study.figures.screen import inline_svg
 
@@ -154,7 +154,7 @@ def record_of(text: Text, options: Any, device: torch.device, *left_out: str, **
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
     environment = {
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers")},
+        **{name: version_of(name) for name in ("torch", "transformers")},
         "moe_rl": __version__,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "cpu_kernels": torch.backends.cpu.get_cpu_capability(),

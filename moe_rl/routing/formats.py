@@ -5,7 +5,6 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +16,7 @@ from moe_rl.files import write_tensors
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.packing import LIVE, hide, token_mask
 from moe_rl.routing.validity import check_packed, checked_tokens, experts_per_site
+from moe_rl.starts import version_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -185,10 +185,4 @@ def _what_it_is(path: Path) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
-    for name in ("moe_rl", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # imported from a checkout
-            found[name] = "unknown"
-    return found
+    return {"torch": str(torch.__version__), **{name: version_of(name) for name in ("moe_rl", "transformers")}}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moe_rl.study.arms import condition_label, dose_label, full_label
 from moe_rl.study.comparing import Pair, comparisons, declared
 from moe_rl.study.data import StudyData
-from moe_rl.study.outcomes import final_rewards, run_outcomes
+from moe_rl.study.outcomes import final_rewards, reward_names, run_outcomes
 from moe_rl.study.reading import by_arm, name_of, power_sentence, untold
 from moe_rl.study.statistics import Verdict
 from moe_rl.study.words import count, listed, minus
@@ -64,7 +64,8 @@ def answer(data: StudyData) -> Answer:
     told += [_failures(data, named)] if len(told) < 2 else []
     lines = (*told, Line("What can n say?", _seeds(data, pairs), minus(f"{power_sentence(data)}{_left(data)}")))
     undeclared = "" if declared(data) is not None else "These comparisons were not declared in the study file. "
-    note = f"{undeclared}Difference of final reward, paired by seed. p adjusted for the number of comparisons."
+    final, _ = reward_names(run_outcomes(data))
+    note = f"{undeclared}Difference of {final}, paired by seed. p adjusted for the number of comparisons."
     return Answer(lines, tuple(_row(data, pair) for pair in pairs), note)
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from moe_rl.study.arms import METHOD_FIELDS, arm_settings, per_study, replay_stands_for_noise
 from moe_rl.study.data import StudyData
-from moe_rl.study.outcomes import run_outcomes
+from moe_rl.study.outcomes import reward_names, run_outcomes
 from moe_rl.study.power import fewest_pairs, pairs_needed, resolvable_difference
 from moe_rl.study.statistics import ALPHA, INTEREST, Comparison, compare_paired, judge, seed_interval
 
@@ -17,13 +17,14 @@ from moe_rl.study.statistics import ALPHA, INTEREST, Comparison, compare_paired,
 @dataclass(frozen=True)
 class Pair:
     """Two arms and the comparison of their final rewards, `arm` minus `other`. `noise` is the condition: that of the
-    noisier of the two. `held_out` compares the last evaluations, where both arms were evaluated."""
+    noisier of the two. `beside` compares the other reward of both arms, if they have one: of the last evaluations or,
+    where held-out reward is what the study declares, as the rollout engine sampled it."""
 
     noise: float
     arm: str
     other: str
     result: Comparison
-    held_out: Comparison | None = None
+    beside: Comparison | None = None
 
     @property
     def resolves(self) -> float:
@@ -92,11 +93,12 @@ def compare_runs(runs: pd.DataFrame, pairs: Iterable[tuple[str, str, float]], le
     """`comparisons` of a table of `run_outcomes`: given (arm, other, noise) and the smallest difference of interest."""
     runs = runs[runs["finished"].astype(bool)]
     final, held = values_by_seed(runs, "final"), values_by_seed(runs, "held_out")
+    others = values_by_seed(runs, "sampled") if "sampled" in runs else held
     by_held_out = set(runs["arm"][runs["measured"] == "held out"])
     found = []
     for arm, other, noise in pairs:
         chosen = held if by_held_out & {arm, other} else final
-        beside = compare_paired(held.get(arm, {}), held.get(other, {}), least)
+        beside = compare_paired(others.get(arm, {}), others.get(other, {}), least)
         result = compare_paired(chosen.get(arm, {}), chosen.get(other, {}), least)
         found.append(Pair(noise, arm, other, result, beside if beside.n else None))
     judged = judge([pair.result for pair in found])
@@ -113,11 +115,13 @@ def values_by_seed(rows: pd.DataFrame, name: str) -> dict[str, dict[int, float]]
 
 def comparison_table(data: StudyData) -> pd.DataFrame:
     """One row per comparison, as it is published: arms, n, difference with interval, p as they are and adjusted,
-    verdict, the held-out difference beside it, the measured spread and what it resolves."""
+    verdict, the difference of the reward beside it (`held_out_` or `sampled_`), the measured spread and what it
+    resolves."""
     rows: list[dict[str, Any]] = []
+    name = reward_names(run_outcomes(data))[1].replace(" ", "_")
     for pair in comparisons(data):
         one = pair.result
-        held_out = pair.held_out.difference if pair.held_out else seed_interval([])
+        beside = pair.beside.difference if pair.beside else seed_interval([])
         rows.append(
             {
                 "arm": pair.arm,
@@ -134,7 +138,7 @@ def comparison_table(data: StudyData) -> pd.DataFrame:
                 "family": one.family,
                 "interest": one.interest,
                 "verdict": str(one.verdict),
-                **held_out.columns("held_out_difference", "held_out_"),
+                **beside.columns(f"{name}_difference", f"{name}_"),
                 "sd": one.sd,
                 "resolves": pair.resolves if one.tested else np.nan,
                 "pairs_needed": pair.needed,

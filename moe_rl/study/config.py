@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -16,7 +16,7 @@ from moe_rl.names import LONGEST, arm_refusal, nearest
 from moe_rl.objectives.bounds import SEED, unknown
 from moe_rl.policy.models import seeded
 from moe_rl.settings import FREE, differences, laid_over, plain, with_defaults
-from moe_rl.study.alarms import AlarmError, alarms_of
+from moe_rl.study.declarations import Outcome, check_declarations
 from moe_rl.study.shipped import ConfigError, read_study_file
 from moe_rl.training import RunConfig, validate
 from moe_rl.training.config import DPO
@@ -54,7 +54,7 @@ class StudyConfig:
     comparisons: tuple[tuple[str, str], ...] | None = None
     """Pairs of arms [treatment, control] that the study is to compare: one family, fixed before it is run. None: each
     arm of a condition with the first, where they differ in one thing; the report says that they were not declared."""
-    outcome: Literal["sampled", "held_out"] = "sampled"
+    outcome: Outcome = "sampled"
     """What a final reward is, and with it what is compared: the mean of the last steps, of responses that the rollout
     engine samples; or the held-out reward of the last policy, whose responses the training engine samples."""
     interest: float = 0.05
@@ -180,11 +180,11 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
                 f"arms.{name}.label: {arm.label!r} is the label of arm {other!r} too, under the same noise; nothing "
                 "would tell them apart in figures"
             )
-    _check_comparisons(study, merged)
     try:
-        alarms_of(study.alarms)
-    except AlarmError as error:
+        check_declarations(vars(study))
+    except ValueError as error:
         raise ConfigError(str(error)) from error
+    _check_comparisons(study, merged)
     return study
 
 
@@ -198,17 +198,10 @@ def check_seeds(where: str, seeds: Sequence[int]) -> None:
 
 
 def _check_comparisons(study: StudyConfig, merged: bool) -> None:
-    if not 0 < study.interest < float("inf"):
-        raise ConfigError(f"interest: expected a difference of reward above 0, got {study.interest!r}")
-    pairs = study.comparisons or ()
-    for i, pair in enumerate(pairs):
+    for i, pair in enumerate(study.comparisons or ()):
         for arm in pair:
             if arm not in study.arms:
                 raise ConfigError(f"comparisons[{i}]: no arm is called {arm!r}{nearest(arm, study.arms)}")
-        if pair[0] == pair[1]:
-            raise ConfigError(f"comparisons[{i}]: {pair[0]!r} is compared with itself")
-        if pair in pairs[:i] or pair[::-1] in pairs[:i]:
-            raise ConfigError(f"comparisons[{i}]: {pair[0]!r} and {pair[1]!r} are compared twice")
         one, two = (set(study.arms[arm].seeds or study.seeds) for arm in pair)
         if not one & two and not merged:
             raise ConfigError(f"comparisons[{i}]: {pair[0]!r} and {pair[1]!r} have no seed in common to be paired by")

@@ -19,7 +19,7 @@ import pandas as pd
 
 from moe_rl.names import ROUNDING, nearest, run_place, seed_of
 from moe_rl.study import shown
-from moe_rl.study.alarms import AlarmError, alarms_of
+from moe_rl.study.declarations import check_declarations
 from moe_rl.study.folders import (
     KINDS,
     Run,
@@ -262,8 +262,8 @@ def load(path: str | Path) -> StudyData:
 
 def join(studies: dict[str, StudyData]) -> StudyData:
     """Several studies as one, to compare them: arms become `<key>/<arm>`, rows and declared comparisons stay. So do
-    `interest`, `outcome` and `alarms` where all studies have the same; else there are the defaults. Raises
-    StudyDataError for what is no loaded study.
+    `interest`, `outcome` and `alarms` where all studies have the same; else there are the defaults, of which outcome is
+    noted. Raises StudyDataError for what is no loaded study.
 
     >>> join({"lag 0": load("runs/a"), "lag 2": load("runs/b")}).rollouts      # doctest: +SKIP
     """
@@ -288,6 +288,8 @@ def join(studies: dict[str, StudyData]) -> StudyData:
     for name in ("interest", "outcome", "alarms"):
         if all(name in own and own[name] == configs[0][name] for own in configs):
             config[name] = configs[0][name]
+    if len({own.get("outcome") or "sampled" for own in configs}) > 1:
+        notes.append("the studies do not all declare one outcome; here that of all is of their last steps, as sampled")
     waiting = tuple(f"{key}/{run}" for key, data in studies.items() for run in data.not_started)
     # an empty frame has no column types; stacking it would turn the others' integers into objects
     filled = {name: [frame for frame in frames if len(frame)] or frames[:1] for name, frames in tables.items()}
@@ -323,25 +325,12 @@ def _check_readable(path: Path, config: dict[str, Any]) -> None:
 
 
 def check_declared(file: Path, config: dict[str, Any]) -> None:
-    """Raises StudyDataError for declarations that cannot be followed, as those of a file written by hand may be."""
-    pairs, least, outcome = config.get("comparisons"), config.get("interest"), config.get("outcome")
-    if outcome not in (None, "sampled", "held_out"):
-        raise StudyDataError(f"{file}: outcome must be sampled or held_out, got {outcome!r:.80}")
-    if least is not None and (isinstance(least, bool) or not isinstance(least, int | float) or not least > 0):
-        raise StudyDataError(f"{file}: interest, the smallest difference that counts, must be above 0, got {least!r}")
-    if pairs is not None and not isinstance(pairs, list):
-        raise StudyDataError(f"{file}: comparisons must be a list of pairs [arm, other], got {pairs!r:.80}")
-    pairs = pairs or []
-    for i, pair in enumerate(pairs):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise StudyDataError(f"{file}: comparisons: expected a pair [arm, other], got {pair!r:.80}")
-        if pair[0] == pair[1] or pair in pairs[:i] or pair[::-1] in pairs[:i]:
-            raise StudyDataError(f"{file}: comparisons: {pair!r:.80} compares an arm with itself, or is there twice")
-    declared_runs(file, config)
+    """Raises StudyDataError for declarations that cannot be followed (`check_declarations`), runs among them."""
     try:
-        alarms_of(config.get("alarms"))
-    except AlarmError as error:
+        check_declarations(config)
+    except ValueError as error:
         raise StudyDataError(f"{file}: {error}") from error
+    declared_runs(file, config)
 
 
 def declared_runs(file: Path, config: dict[str, Any]) -> list[tuple[str, int]]:

@@ -27,9 +27,10 @@ from moe_rl.rollout import TaskError, make_task
 from moe_rl.rollout.completions import encode_prompts
 from moe_rl.rollout.engines import EngineError
 from moe_rl.rollout.task import problems_of
+from moe_rl.starts import NOT_INSTALLED, version_of
 from moe_rl.study.config import StudyConfig
 from moe_rl.study.memory import Plan, plan
-from moe_rl.study.run import check_here, processor, version_of
+from moe_rl.study.run import check_here, processor
 from moe_rl.training import RunConfig
 
 
@@ -147,8 +148,7 @@ EXTRAS = ("notebooks", "peft", "trl", "reasoning-gym", "math-verify", "slurm", "
 def installed(requirement: Requirement) -> tuple[str, bool]:
     """The installed version of a package and whether it is within the bounds."""
     version = version_of(requirement.name)
-    there = version != "not installed"
-    return version, there and requirement.specifier.contains(Version(version), prereleases=True)
+    return version, version != NOT_INSTALLED and requirement.specifier.contains(Version(version), prereleases=True)
 
 
 def check_machine_parts(machine: Machine) -> list[Check]:

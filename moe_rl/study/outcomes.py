@@ -24,7 +24,8 @@ def run_outcomes(data: StudyData) -> pd.DataFrame:
     the study declares `outcome: held_out`), `final` (by that measure), `held_out` (reward of the last evaluation),
     `start` (held-out reward at step 0; where no evaluation was made, the mean reward of the first batch, which the
     policy answered before its first update); `gain` = final - start; `failed`, `below_start`, `collapsed` (booleans;
-    the first two of finished runs only); `best`, `fall` and `collapse_step` of `detect_collapse`; `area`.
+    the first two of finished runs only); `best`, `fall` and `collapse_step` of `detect_collapse`; `area`. Of a study
+    that declares `outcome: held_out` also `sampled`, which is final reward elsewhere: of the last 5 steps.
     """
     starts, ends = evaluations(data)
     declared_held_out = data.config.get("outcome") == "held_out"
@@ -35,21 +36,23 @@ def run_outcomes(data: StudyData) -> pd.DataFrame:
         own = run.responses == "policy"
         curve = curves.get(key, pd.DataFrame(columns=["step", "reward"]))
         steps, rewards = curve["step"].to_numpy(), curve["reward"].to_numpy(float)
-        if not steps.size and key not in ends:
+        if not steps.size and key not in starts | ends:
             continue
         held_out = ends.get(key, np.nan)
         first = rewards[0] if own and steps.size and steps[0] == 0 else np.nan
-        sampled = own and not declared_held_out
-        start, final = starts.get(key, first), final_value(rewards) if sampled else held_out
+        by_steps = own and not declared_held_out
+        sampled = final_value(rewards) if own else np.nan
+        start, final = starts.get(key, first), sampled if by_steps else held_out
         collapse = detect_collapse(steps, rewards if own else np.full(steps.size, np.nan))
         rows.append(
             {
                 "arm": run.arm,
                 "seed": run.seed,
                 "finished": run.finished,
-                "measured": "last 5 steps" if sampled else "held out",
+                "measured": "last 5 steps" if by_steps else "held out",
                 "final": final,
                 "held_out": held_out,
+                "sampled": sampled,
                 "start": start,
                 "gain": final - start,
                 "failed": bool(run.finished and final - start <= GAIN * (1 + TIE)),
@@ -61,26 +64,28 @@ def run_outcomes(data: StudyData) -> pd.DataFrame:
                 "area": area_under_curve(steps, rewards) if own else np.nan,
             }
         )
-    columns = ["arm", "seed", "finished", "measured", "final", "held_out", "start", "gain", *OUTCOMES]
-    columns += ["best", "fall", "collapse_step", "area"]
+    columns = ["arm", "seed", "finished", "measured", "final", "held_out", *["sampled"] * declared_held_out]
+    columns += ["start", "gain", *OUTCOMES, "best", "fall", "collapse_step", "area"]
     return pd.DataFrame(rows, columns=columns)
 
 
 @per_study
 def final_rewards(data: StudyData) -> pd.DataFrame:
-    """Per arm: final reward with its interval over seeds (the range below six), the held-out reward, and what failed.
+    """Per arm: final reward with its interval over seeds (the range below six), the reward beside it, and what failed.
 
     Columns: arm, label, noise, n, finished, measured, final, low, high, interval, sd, iqm, area, evaluation (held-out
     reward at the last evaluation) with evaluation_low and evaluation_high, start, best, fall, failed, below_start,
     collapsed (counts of runs), `judged` (finished runs of which it can be told whether they failed), `by_seed` and
-    `evaluation_by_seed` (seed -> reward), `collapse_steps`.
+    `evaluation_by_seed` (seed -> reward), `collapse_steps`. Where `run_outcomes` has `sampled`, that is in place of
+    evaluation.
     """
     runs = run_outcomes(data)
+    beside, column = ("sampled", "sampled") if "sampled" in runs else ("evaluation", "held_out")
     parts = {str(arm): part for arm, part in runs.groupby("arm", sort=False)}
     rows = []
     for arm, about in data.arms.iterrows():
         of = parts.get(str(arm), runs.iloc[:0])
-        final, held_out = seed_interval(of["final"].to_numpy(float)), seed_interval(of["held_out"].to_numpy(float))
+        final, other = (seed_interval(of[name].to_numpy(float)) for name in ("final", column))
         values = of["final"].dropna().to_numpy(float)
         rows.append(
             {
@@ -95,18 +100,25 @@ def final_rewards(data: StudyData) -> pd.DataFrame:
                 "sd": values.std(ddof=1) if len(values) > 1 else np.nan,
                 "iqm": interquartile_mean(values) if len(values) else np.nan,
                 "area": of["area"].mean(),
-                **held_out.columns("evaluation", "evaluation_"),
+                **other.columns(beside, f"{beside}_"),
                 "start": of["start"].mean(),
                 "best": of["best"].mean(),
                 "fall": of["fall"].mean(),
                 **{name: int(of[name].sum()) for name in OUTCOMES},
                 "judged": int((of["finished"].astype(bool) & of["gain"].notna()).sum()),
                 "by_seed": dict(zip(of["seed"], of["final"], strict=True)),
-                "evaluation_by_seed": dict(zip(of["seed"], of["held_out"], strict=True)),
+                f"{beside}_by_seed": dict(zip(of["seed"], of[column], strict=True)),
                 "collapse_steps": of["collapse_step"].dropna().tolist(),
             }
         )
     return pd.DataFrame(rows)
+
+
+def reward_names(table: pd.DataFrame) -> tuple[str, str]:
+    """What a table of `run_outcomes` or `final_rewards` calls its final reward, and the reward beside it."""
+    measured = set(table["measured"]) - {""}  # of an arm without a reward
+    final = "held-out reward" if measured == {"held out"} else "final reward"
+    return final, "sampled" if "sampled" in table else "held out"
 
 
 def counts_shown(row: Mapping[Any, Any]) -> list[str]:
@@ -118,9 +130,12 @@ def counts_shown(row: Mapping[Any, Any]) -> list[str]:
 
 
 def evaluations(data: StudyData) -> tuple[dict[Any, float], dict[Any, float]]:
-    """By (arm, seed) the held-out reward at step 0 (where it was evaluated there), and at the last evaluation."""
+    """By (arm, seed) the held-out reward at step 0 (where it was evaluated there), and at the last evaluation: of a run
+    that has not finished one after step 0."""
     if data.evals.empty or "reward" not in data.evals:
         return {}, {}
     rows = data.evals.dropna(subset=["reward"]).sort_values("step", kind="stable")
-    starts, ends = rows[rows["step"] == 0].groupby(_RUN, observed=True), rows.groupby(_RUN, observed=True)
-    return starts["reward"].first().to_dict(), ends["reward"].last().to_dict()
+    starts, last = rows[rows["step"] == 0].groupby(_RUN, observed=True), rows.groupby(_RUN, observed=True).last()
+    begun = {(run.arm, run.seed) for run in data.runs if not run.finished}
+    ends = last.loc[[step > 0 or run not in begun for run, step in last["step"].items()], "reward"]
+    return starts["reward"].first().to_dict(), ends.to_dict()

@@ -165,14 +165,16 @@ def published_differences(results: Path, declared: Mapping[str, Mapping[str, Dec
 
 KINDS: dict[str, tuple[str, ...]] = {
     "final": ("final",),
+    "sampled": ("sampled",),
     "held_out": ("held_out",),
-    "held_out_less_final": ("held_out", "final"),
+    "held_out_less_sampled": ("held_out", "sampled"),
     **{f"by_{name}": (name,) for name in ("training", *WEIGHT_FORMATS)},
     **{f"lost_by_{name}": ("training", name) for name in WEIGHT_FORMATS},
 }
-"""What of a run -> its column, and the one that is taken from it. Final reward is of responses that the rollout engine
-samples, held out of ones that the training engine does. The others are of `both_engines.csv`: the same last policies,
-prompts and random numbers by the training engine and by copies with weights of these formats."""
+"""What of a run -> its column, and the one that is taken from it. Sampled are responses of the rollout engine, in the
+last steps, held out ones of the training engine; final is the reward that the study compares. The others are of
+`both_engines.csv`: the same last policies, prompts and random numbers by the training engine and by copies with weights
+of these formats."""
 
 
 def published_values(
@@ -193,6 +195,8 @@ def published_values(
     table = pd.read_csv(results / study / "runs.csv")
     if "rounding" not in table:
         table["rounding"] = NATIVE
+    if "sampled" not in table:
+        table["sampled"] = table["final"].mask(table["measured"] == "held out")
     if (both := results / study / "both_engines.csv").is_file():
         table = table.merge(pd.read_csv(both), how="left", on=["arm", "seed", "rounding"])
     if unknown := set(arms) - set(table["arm"]):

@@ -12,7 +12,7 @@ from moe_rl.study.arms import condition_label, full_label, replay_identity
 from moe_rl.study.comparing import Pair, comparisons, declared, enough_pairs, interest
 from moe_rl.study.curves import BELOW_START_RULE, COLLAPSE_RULE, FAILED_RULE, FINAL_STEPS
 from moe_rl.study.data import StudyData
-from moe_rl.study.outcomes import evaluations, final_rewards, run_outcomes
+from moe_rl.study.outcomes import evaluations, final_rewards, reward_names, run_outcomes
 from moe_rl.study.power import fewest_pairs
 from moe_rl.study.reading_routing import routing_statements
 from moe_rl.study.roundings import SURVIVAL_RULES, Survival, component_table, conclusion_table, same_kernels
@@ -73,13 +73,14 @@ def _runs(data: StudyData) -> Iterator[Statement]:
 
 def _reward(data: StudyData) -> Iterator[Statement]:
     table = final_rewards(data).set_index("arm")
+    reward, _ = reward_names(table)
     pairs = comparisons(data)
     for noise in sorted({pair.noise for pair in pairs}):
         here = [pair for pair in pairs if pair.noise == noise]
         arms = dict.fromkeys([pair.other for pair in here] + [pair.arm for pair in here])
         ends = []
         for arm in arms:
-            held_out = ", held out" if table["measured"][arm] == "held out" else ""
+            held_out = ", held out" if table["measured"][arm] == "held out" and reward == "final reward" else ""
             final = f"{table['final'][arm]:.2f}{held_out}" if table["n"][arm] else "no reward"
             ends.append(f"{name_of(data, arm, noise)}: {final}")
         where = "Natural routing" if noise == 0 else f"Stress test, {condition_label(data, noise)}"
@@ -90,7 +91,7 @@ def _reward(data: StudyData) -> Iterator[Statement]:
             f"{verdict.capitalize()}: {rest.count(verdict)} {'more' if told else f'of {len(here)}'}."
             for verdict in dict.fromkeys(rest)
         ]
-        yield Statement("Reward", " ".join([f"{where}, final reward. {'; '.join(ends)}.", *texts]))
+        yield Statement("Reward", " ".join([f"{where}, {reward}. {'; '.join(ends)}.", *texts]))
     if pairs:
         tested = max((pair.result.family for pair in pairs if pair.result.tested), default=0)
         kind = "declared in the study file" if declared(data) is not None else "not declared in the study file"
@@ -112,8 +113,8 @@ def compare(data: StudyData, pair: Pair) -> str:
         return f"{a} minus {b}: {gap.estimate:+.3f}{reach}, {count(one.n, 'pair')}: {one.verdict}."
     p = one.adjusted_equivalent if one.verdict == Verdict.EQUIVALENT else one.adjusted
     what = "p of equivalence" if one.verdict == Verdict.EQUIVALENT else "p"
-    held = pair.held_out.difference if pair.held_out else None
-    beside = f"; held out {held.estimate:+.3f}" if held else ""
+    other = reward_names(run_outcomes(data))[1]
+    beside = f"; {other} {pair.beside.difference.estimate:+.3f}" if pair.beside else ""
     return (
         f"{a} minus {b}: {gap.estimate:+.3f} [{gap.low:.3f}, {gap.high:.3f}], {count(one.n, 'pair')}, "
         f"{what} {probability(p)}{beside}: {one.verdict}."

@@ -20,7 +20,7 @@ from moe_rl.study.arms import arm_settings, full_label
 from moe_rl.study.data import Run, StudyData, declared_arms, load
 from moe_rl.study.figures import StudyFigure, drawn_figures, each_figure, save_figure
 from moe_rl.study.figures.screen import inline_svg
-from moe_rl.study.outcomes import counts_shown, final_rewards
+from moe_rl.study.outcomes import counts_shown, final_rewards, reward_names
 from moe_rl.study.reading import read, rules_of
 from moe_rl.study.roundings import component_table, conclusion_table
 from moe_rl.study.statistics import FEWEST, interval_note
@@ -71,7 +71,8 @@ def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequ
         "number": lambda value: f"{value:.3f}".replace("-", "−") if np.isfinite(value) else "–",
     }
     differ, shared = arm_settings(data)
-    seeds = final_rewards(data)["n"]
+    finals = final_rewards(data)
+    final, beside = reward_names(finals)
     return render_page(
         "study/report.html.j2",
         filters,
@@ -81,11 +82,13 @@ def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequ
         statements=by_topic((s.topic, s.text) for s in read(data)),
         answer=answer(data),
         rules=rules_of(data),
-        intervals=interval_note(int(seeds.mode().iloc[0]), seeds),
+        intervals=interval_note(int(finals["n"].mode().iloc[0]), finals["n"]),
         positions=POSITIONS,
         conclusions=conclusion_table(data).to_dict("records"),
         components=component_table(data).to_dict("records"),
         finals=_finals(data),
+        final=final,
+        beside=beside,
         alarms=alarm_rows(data),
         collapsed=collapses(data),
         **_arranged(figures),
@@ -116,11 +119,13 @@ def _arranged(drawn: Sequence[StudyFigure]) -> dict[str, Any]:
 def _finals(data: StudyData) -> list[dict[str, Any]]:
     rows = final_rewards(data).to_dict("records")
     for row in rows:
+        beside = "sampled" if "sampled" in row else "evaluation"
         row["label"] = full_label(data, row["arm"])
         row["seeds"] = ", ".join(f"{value:.3f}" for value in row["by_seed"].values())
         row["bounds"] = _bounds(row["by_seed"], row["low"], row["high"])
-        row["evaluation_bounds"] = _bounds(row["evaluation_by_seed"], row["evaluation_low"], row["evaluation_high"])
-        row["note"] = ", held out" if row["measured"] == "held out" else ""
+        row["beside"] = row[beside]
+        row["beside_bounds"] = _bounds(row[f"{beside}_by_seed"], row[f"{beside}_low"], row[f"{beside}_high"])
+        row["note"] = ", held out" if row["measured"] == "held out" and beside == "evaluation" else ""
         left = len(data.arms["seeds"][row["arm"]]) - row["finished"]
         row["note"] += f" ({left} of {count(left + row['finished'], 'run')} unfinished)" if left else ""
         row["wrong"] = counts_shown(row)

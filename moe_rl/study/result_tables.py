@@ -52,7 +52,9 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
 
     Columns as in the functions that make them, with labels and conditions beside the names.
     """
-    finals = final_rewards(data).drop(columns=["judged", "by_seed", "evaluation_by_seed", "collapse_steps"])
+    finals = final_rewards(data)
+    inner = ("judged", "by_seed", "collapse_steps")
+    finals = finals.drop(columns=[name for name in finals if str(name).endswith(inner)])
     finals.insert(2, "condition", [condition_label(data, noise) for noise in finals["noise"]])
     pairs = comparison_table(data)
     if len(pairs):

@@ -207,12 +207,17 @@ PAGES: dict[str, dict[str, Column]] = {
         "slope": _interval("+.3f", "slope", "low", "high"),
         "p": _column("p_adjusted", _probability),
     },
-    "rate_exponents": {
-        **_texts("of", "update", "seeds"),
-        "exponent": _interval("+.2f", "exponent", "low", "high"),
-    },
+    "rate_exponents": {**_texts("of", "update", "seeds"), "exponent": _interval("+.2f", "exponent", "low", "high")},
 }
 """Columns of a page's table: heading -> text of a row of the CSV. A table that is not here shows all its columns."""
+IF_HELD_OUT: dict[str, tuple[str, Column]] = {
+    "arm": ("arm", _column("label")),
+    "final reward": ("held-out reward", _interval(".2f", "final", "low", "high")),
+    "held out": ("as sampled in training", _interval(".2f", "sampled")),
+    "Δ final reward": ("Δ held-out reward", _interval("+.3f", "difference", "low", "high")),
+    "Δ held out": ("Δ as sampled in training", _interval("+.3f", "sampled_difference", "sampled_low", "sampled_high")),
+}
+"""What stands in place of some of them where the study declares `outcome: held_out`."""
 
 _MARKER = re.compile(
     r"(?P<marker><!-- table: (?P<study>[^/\s]+)/(?P<name>\w+)(?P<folded>, folded)? -->\n)(?P<body>.*?)<!-- end -->",
@@ -314,6 +319,8 @@ def markdown(name: str, table: pd.DataFrame) -> str:
     if name in WIDE:
         table = WIDE[name](table)
     columns = PAGES.get(name) or {str(column): _column(str(column), _plain) for column in table}
+    if name in ("final_reward", "comparisons") and "sampled_low" in table:
+        columns = dict(IF_HELD_OUT.get(heading, (heading, cell)) for heading, cell in columns.items())
     return markdown_table(list(columns), ([cell(row) for cell in columns.values()] for row in _records(table))) + "\n"
 
 

@@ -1,7 +1,6 @@
 """One run: its folder, its environment, its end. Training itself is `moe_rl.training`."""
 
 import dataclasses
-import importlib.metadata
 import os
 import platform
 import random
@@ -25,7 +24,7 @@ from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
 from moe_rl.rollout.task import checked_reward, problems_of, user_code
 from moe_rl.settings import FREE, listed, plain, with_defaults
-from moe_rl.starts import OF_THE_POLICY, begun_under
+from moe_rl.starts import OF_THE_POLICY, begun_under, version_of
 from moe_rl.study.config import ConfigError, DamagedRunError, changed_settings, dump_run
 from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.checkpoint import settle
@@ -208,13 +207,6 @@ def environment(command: str) -> dict[str, Any]:
         "command": command,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-
-
-def version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def processor() -> str:

@@ -49,7 +49,7 @@ def routing_noise_ratios(data: StudyData) -> list[Pair]:
     by_arm = values_by_seed(rows[rows["level"] == "token"].assign(log=np.log(rows["variance"])), "log")
     found = [pair for pair in comparisons(data) if by_arm.get(pair.arm, {}).keys() & by_arm.get(pair.other, {}).keys()]
     judged = judge([compare_paired(by_arm[pair.arm], by_arm[pair.other], RATIO_INTEREST) for pair in found])
-    return [replace(pair, result=result, held_out=None) for pair, result in zip(found, judged, strict=True)]
+    return [replace(pair, result=result, beside=None) for pair, result in zip(found, judged, strict=True)]
 
 
 def in_run_variance(data: StudyData) -> pd.DataFrame:

@@ -271,7 +271,8 @@ def test_a_comparison_on_a_gpu_mixes_no_devices(saved, prompts, tmp_path, undraw
 def test_of_few_tokens_the_log_ratios_say_so():
     tails = pd.DataFrame({"log_ratio": ["natural"] * 2, "size": [0.1, 0.2], "share": [0.5, 0.1]})
     few = pd.DataFrame({"flips": [0, 1], "tokens": [29, 3], "natural": [0.1, 0.2], "replayed": [0.1, 0.1]})
-    right = figures.log_ratios(tails, few, "").figure.axes[1]
+    left, right = figures.log_ratios(tails, few, "").figure.axes
+    assert left.get_ylabel() == "share of tokens with |log r| ≥ x", "as Sums.tails counts them"
     assert [text.get_text() for text in right.texts] == ["no bin has 30 tokens"] and not len(right.get_xticks())
     right = figures.log_ratios(tails, few.assign(tokens=30), "").figure.axes[1]
     assert not right.texts and right.get_yscale() == "log"

@@ -274,6 +274,19 @@ def test_joined_studies_keep_the_thresholds_that_all_of_them_have(folder):
     assert not {"interest", "alarms"} & join({"a": own[0], "b": data}).config.keys()
 
 
+def test_joined_studies_of_two_outcomes_are_of_sampled_rewards_and_say_so(folder):
+    from dataclasses import replace
+
+    data = load(folder)
+    held_out = replace(data, config={**data.config, "outcome": "held_out"})
+    both = join({"a": held_out, "b": held_out})
+    assert both.config["outcome"] == "held_out" and not both.notes
+    mixed = join({"a": held_out, "b": data})
+    assert "outcome" not in mixed.config and mixed.notes == (
+        "the studies do not all declare one outcome; here that of all is of their last steps, as sampled",
+    )
+
+
 def test_two_studies_are_compared_as_one(folder):
     both = join({"a": load(folder), "b": load(folder)})
     assert len(both.rollouts) == 2 * 16 * 6

@@ -108,13 +108,14 @@ def test_declared_comparisons_without_runs_are_told(tmp_path):
 @pytest.mark.parametrize(
     ("declared", "words"),
     [
-        ("outcome: final", r"study\.yaml: outcome must be sampled or held_out, got .final."),
-        ("interest: abc", r"study\.yaml: interest, the smallest difference that counts, must be above 0, got 'abc'"),
-        ("interest: true", "must be above 0, got True"),
-        ("comparisons: a", r"comparisons must be a list of pairs \[arm, other\], got 'a'"),
-        ("comparisons: [[a, a]]", r"\['a', 'a'\] compares an arm with itself"),
-        ("comparisons: [[a, b], [b, a]]", r"\['b', 'a'\] compares an arm with itself, or is there twice"),
-        ("comparisons: [[a, b], [a]]", r"expected a pair \[arm, other\], got \['a'\]"),
+        ("outcome: final", r"study\.yaml: outcome: expected sampled or held_out, got .final."),
+        ("interest: abc", r"study\.yaml: interest: expected a difference of reward above 0, got 'abc'"),
+        ("interest: true", "above 0, got True"),
+        ("interest: .inf", "above 0, got inf"),
+        ("comparisons: a", r"comparisons: expected a list of pairs \[arm, other\], got 'a'"),
+        ("comparisons: [[a, a]]", r"comparisons\[0\]: 'a' is compared with itself"),
+        ("comparisons: [[a, b], [b, a]]", r"comparisons\[1\]: 'b' and 'a' are compared twice"),
+        ("comparisons: [[a, b], [a]]", r"comparisons\[1\]: expected a pair \[arm, other\], got \['a'\]"),
     ],
 )
 def test_declarations_that_cannot_be_followed_are_refused(tmp_path, declared, words):

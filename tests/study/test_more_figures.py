@@ -110,6 +110,9 @@ def test_dose_is_measured_in_the_update_forward(data, doses):
     last = data.rollouts.query("arm == 'gspo_noise' and step >= 2").groupby("seed")["reward"].mean()
     assert final.loc["gspo_noise", "mean"] == pytest.approx(last.mean())
     assert (final.loc["gspo_noise", "low"], final.loc["gspo_noise", "high"]) == pytest.approx((last.min(), last.max()))
+    declared = dose_response(replace(doses, config={**doses.config, "outcome": "held_out"}))
+    names = [drawn.figure.axes[0].get_ylabel() for drawn in (figure, declared)]
+    assert names == ["final reward", "held-out reward"] and "or the held-out reward where" in declared.caption
     variance = frame[frame["quantity"] == "variance"].set_index("arm")
     mine = data.updates.query("arm == 'gspo' and update > 1").groupby(["seed", "step"])["var_token_log_ratio"].mean()
     assert variance.loc["gspo", "mean"] == pytest.approx(mine.groupby("seed").mean().mean())

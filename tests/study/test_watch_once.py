@@ -48,7 +48,7 @@ def test_lines_that_are_no_rows_are_said_with_file_and_line(metrics, capsys, dam
         ("[1]", "expected a mapping of settings, got list"),
         ("", "expected a mapping of settings, got NoneType"),
         ("alarms: [ess]", r"study\.yaml: alarms: expected a mapping of alarm to threshold"),
-        ("interest: -1", r"study\.yaml: interest, the smallest difference that counts, must be above 0"),
+        ("interest: -1", r"study\.yaml: interest: expected a difference of reward above 0, got -1"),
     ],
 )
 def test_a_study_file_that_cannot_be_followed_is_refused_as_the_report_refuses_it(metrics, capsys, yaml, said):

@@ -12,7 +12,7 @@ from moe_rl.study.figures.floor import draw_across, floor_note
 from moe_rl.study.figures.layout import drawn_arms
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, look_of, panels
-from moe_rl.study.outcomes import run_outcomes
+from moe_rl.study.outcomes import reward_names, run_outcomes
 from moe_rl.study.statistics import seed_interval
 from moe_rl.study.summary import in_run_variance, noise_floor
 
@@ -26,9 +26,9 @@ FEWEST_DOSES = 4
         "Dose: measured share of expert slots of the response tokens' own positions that the update forward routed "
         "otherwise than the old policy, pooled over all updates of a run (weights and selection noise together; 0 "
         "under replay, which ignores noise, so that a replay run without noise stands for every dose: dotted). Upper: "
-        f"mean of the last {FINAL_STEPS} steps. Lower: variance of the token log-ratio over training minibatches, "
-        "mean of the updates from the second on of each step, log axis. Large: mean over seeds with its interval; "
-        "small: seeds."
+        f"mean of the last {FINAL_STEPS} steps, or the held-out reward where the study declares it. Lower: variance of "
+        "the token log-ratio over training minibatches, mean of the updates from the second on of each step, log axis. "
+        "Large: mean over seeds with its interval; small: seeds."
     ),
     needs={"updates": ["slots_changed", "slots", "var_token_log_ratio"]},
     rank=20,
@@ -62,7 +62,7 @@ def dose_response(data: StudyData) -> Drawing:
             parts.append(table.assign(quantity=y, method=method))
     axes[1].set_xlabel("slots routed otherwise in the update forward, %")
     axes[0].set_xlim(left=-0.02 * axes[0].get_xlim()[1])
-    axes[0].set_ylabel("final reward")
+    axes[0].set_ylabel(reward_names(run_outcomes(data))[0])
     if seeds["final"].min() >= 0:
         axes[0].set_ylim(0, 1.08 * float(seeds["final"].max()) or None)
     log_y(axes[1])

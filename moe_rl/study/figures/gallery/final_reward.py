@@ -13,13 +13,13 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import EACH, Column, Dots, Rows, arm_rows, draw_dots, quiet_rows
 from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour, inches
-from moe_rl.study.outcomes import OUTCOMES, counts_shown, final_rewards
+from moe_rl.study.outcomes import OUTCOMES, counts_shown, final_rewards, reward_names
 from moe_rl.study.words import cut
 
 MOST_PAIRS = 16
 """More comparisons than this are left to the table."""
 LONGEST, TALL = 44, 1.45  # letters of a comparison's name in one line; height of a row that has two
-BESIDE, NO_INTERVAL = 1.8, 1.05  # inches for numbers right of the dots
+INTERVAL, MEAN = 1.3, 0.55  # inches for a mean with and without its interval, right of the dots
 
 
 @figure(
@@ -50,12 +50,14 @@ def final_reward(data: StudyData) -> Drawing:
         return sorted(arms, key=lambda arm: -means[arm]) if many else arms
 
     below = 0.6 + EACH * _rows(pairs, [_name(data, pair) for pair in pairs]) if pairs else 0.0
-    beside = BESIDE if np.isfinite(table["low"]).any() else NO_INTERVAL
-    drawn = arm_rows(data, [Column("", [Dots(finals)])], order, beside=beside, below=below)
-    _numbers(drawn, table, beside)
+    counts_of = {row["arm"]: " · ".join(counts_shown(row)) for row in table.to_dict("records")}
+    room = max(0.5, 0.06 + 0.05 * max(map(len, counts_of.values())))  # inches
+    before = INTERVAL if np.isfinite(table["low"]).any() else MEAN
+    drawn = arm_rows(data, [Column("", [Dots(finals)])], order, beside=before + room, below=below)
+    _numbers(drawn, table, counts_of, before, room)
     said = ["Arms are sorted by their mean; with few seeds that is no ranking."] if many else []
     if pairs:
-        _differences(drawn, data, pairs, _measured(table))
+        _differences(drawn, data, pairs, reward_names(table)[0])
         ends = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
         said += [
             f"Below: differences between arms, paired by seed over finished runs (pairs: {ends}), with mean and "
@@ -67,29 +69,22 @@ def final_reward(data: StudyData) -> Drawing:
     return Drawing(drawn.figure, frame, " ".join(said), interval="bar", tables=tables, runs=runs, counts=counts)
 
 
-def _measured(table: pd.DataFrame) -> str:
-    return "held-out reward" if set(table["measured"]) == {"held out"} else "final reward"
-
-
-def _numbers(drawn: Rows, table: pd.DataFrame, beside: float) -> None:
-    """Mean with interval, and what went wrong, right of the dots."""
+def _numbers(drawn: Rows, table: pd.DataFrame, counts: dict[str, str], before: float, room: float) -> None:
+    """Mean with interval, and what went wrong, right of the dots, with as many inches for each."""
     ax = drawn.axes[0]
-    ax.set_xlabel(_measured(table), fontsize=7.5, labelpad=1)
+    ax.set_xlabel(reward_names(table)[0], fontsize=7.5, labelpad=1)
     wide = ax.get_position().width * PAGE
     place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "right"}
     rows = table[table["arm"].isin(list(drawn.places))].to_dict("records")
-    wrong = [[row[name] for name in OUTCOMES] for row in rows]
-    counts = [" · ".join(counts_shown(row)) for row in rows]
-    room = max(0.5, 0.06 + 0.05 * max(map(len, counts)))  # inches
-    first, second = 1 + (beside - 0.02 - room) / wide, 1 + (beside - 0.02) / wide
-    ax.text(first, -0.8, "mean, interval" if beside == BESIDE else "mean", fontsize=6.5, color=GREY, **place)
+    first, second = 1 + (before - 0.02) / wide, 1 + (before + room - 0.02) / wide
+    ax.text(first, -0.8, "mean, interval" if before == INTERVAL else "mean", fontsize=6.5, color=GREY, **place)
     ax.text(second, -0.8, "f · b · c", fontsize=6.5, color=GREY, **place)
-    for row, said, any_wrong in zip(rows, counts, map(any, wrong), strict=True):
+    for row in rows:
         words = f"{row['final']:.3f}"
         words += f" [{row['low']:.3f}, {row['high']:.3f}]" if np.isfinite(row["low"]) else ""
         ax.text(first, drawn.places[row["arm"]], words.replace("-", "−"), fontsize=7, **place)
-        colour = INK if any_wrong else GREY
-        ax.text(second, drawn.places[row["arm"]], said, fontsize=7, color=colour, **place)
+        colour = INK if any(row[name] for name in OUTCOMES) else GREY
+        ax.text(second, drawn.places[row["arm"]], counts[row["arm"]], fontsize=7, color=colour, **place)
 
 
 def _differences(drawn: Rows, data: StudyData, pairs: list[Pair], measured: str) -> None:
