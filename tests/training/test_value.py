@@ -97,7 +97,7 @@ def test_a_clipped_value_loss_stops_where_the_value_has_moved_far_enough(policy,
     critic.backward(batch, states, Totals(14, 4, 0))
     assert (float(critic.model.bias.grad.abs()) > 0.1) == moves
     assert critic.step(0.0)["value_loss"] == pytest.approx(loss)
-    assert float(critic.model.bias) == pytest.approx(value), "at none of its learning rate"
+    assert critic.model.bias.item() == pytest.approx(value), "at none of its learning rate"
 
 
 def test_advantages_and_returns_of_a_value_that_knows_nothing(policy, batch):
