@@ -105,6 +105,7 @@ class MathVerify:
         self.process: Any = None
         self.read: str | None = None
         """The answer that the process holds."""
+        self._end: Callable[[], Any] = lambda: None
 
     def __call__(self, answer: str, completion: str) -> bool:
         if self.process is None or self.process.poll() is not None:  # out of memory, between two questions
@@ -120,8 +121,7 @@ class MathVerify:
         return self._ask("completion", completion) == "equal"
 
     def _start(self) -> None:
-        if self.process is not None:
-            self._end()
+        self._end()  # of one that died by itself
         worker = Path(__file__).with_name("math_worker.py")
         self.process, self.read = None, None
         self.process = subprocess.Popen(  # -P: the folder of the script is no place to import from
