@@ -111,7 +111,8 @@ class MathVerify:
         if self.process is None or self.process.poll() is not None:  # out of memory, between two questions
             self._start()
         if answer != self.read:  # those of a group have one
-            said, self.read = self._ask("answer", answer), None
+            self.read = None
+            said = self._ask("answer", answer)
             if said != "read":
                 late = "" if said else f" in {self.SECONDS:g} seconds"
                 raise TaskError(
