@@ -39,14 +39,18 @@ def sha256_of(path: Path) -> str:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file in a folder, by name."""
-    return {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.is_file()}
+    """SHA-256 of every file in a folder and below, by relative name."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in files}
 
 
 def seal_folder(folder: Path, manifest: str, content: Mapping[str, Any]) -> None:
     """Write `content`, sealed, with the `digests` of all files under `files`, as the folder's last file; flush all."""
     write_json(folder / manifest, sealed({**content, "files": digests(folder)}))
-    for path in folder.iterdir():
+    for path in folder.rglob("*"):  # tokenizers put templates into a folder of their own
+        if path.is_dir():
+            sync_folder(path)
+            continue
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     sync_folder(folder)

@@ -103,7 +103,7 @@ def _routes(captured: Captured, rows: slice, own: RoutedExperts, result: RouteCh
     layers = [row.layer for row in result.rows]
     for place, tokens, held in zip(ids, captured.tokens[rows], captured.ids[rows], strict=True):
         place[: len(tokens) - 1] = held[: len(tokens) - 1, layers]
-    return RoutedExperts(ids, own.sites, own.num_experts, meta=own.meta)
+    return own.with_ids(ids)
 
 
 COLUMNS = ("gap_mean", "gap_p99", "gap_max", "k3", "outside_fraction")

@@ -50,7 +50,7 @@ def routing_replay(trainer_class: type) -> Any:
     - probe_sequences: sequences per process that are scored twice more after each update, live and replayed, for the
       change rates, variances and loads. Default: `per_device_train_batch_size`. 0: no probe.
     - measure_engine: compare the engine that sampled with the old policy, also without R3: its routes come as for R3,
-      and its log-probabilities must be there. With "none" under vLLM a batch may then get one update
+      and its log-probabilities must be there. With "none" under vLLM a batch may then get one update.
     - first_change_tolerance: share of slots, in [0, 1], that may differ at the first update of a batch, where none
       should (`moe_rl.integrations.old_policy.same_policy`). Default: 0.
 

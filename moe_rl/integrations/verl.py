@@ -21,6 +21,7 @@ In verl's metrics, means over micro-batches, on prompt and response tokens:
 - `routing/first_change`: as long as no weight moved since the batch was scored; asserted
 """
 
+import math
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ def forward_step(original: Any, replay: str, tolerance: float) -> Any:
             metrics = {"routing/replayed_fraction": 1.0} if rows else {}  # without any there was nothing to replay
         rates = change_counts(routes, now, real).rates()
         names = {"shadow_slot_change": "slot_change"} if replay == "R2" else {name: name for name in CHANGES}
-        metrics |= {f"routing/{ours}": rates[name] for ours, name in names.items()}
+        metrics |= {f"routing/{ours}": rates[name] for ours, name in names.items() if not math.isnan(rates[name])}
         if first:
             metrics["routing/first_change"] = same_policy(routes, now, real, tolerance)
         output["metrics"] = {**output["metrics"], **metrics}

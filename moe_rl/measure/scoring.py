@@ -100,7 +100,7 @@ def in_order_of(own: RoutedExperts, routes: RoutedExperts) -> RoutedExperts:
         return routes
     changed = site_change(own, routes)
     ids = torch.where(changed[..., None], routes.ids, own.ids)
-    return RoutedExperts(ids, routes.sites, routes.num_experts, tokens=routes.tokens, meta=routes.meta)
+    return routes.with_ids(ids, routes.tokens)
 
 
 # -- the way a sampler makes them: the prompt in one forward, then token by token with a KV cache ----------------------

@@ -12,6 +12,7 @@
   runs there
 - `supervision`      the task answers; rewards of steps, several rewards
 - `completions`      prompts and what comes of them as tensors; several as one
+- `continuing`, `dapo` responses that go on; groups that are replaced, and what overlong responses pay
 """
 
 from moe_rl.rollout.completions import Rollout, score

@@ -302,4 +302,4 @@ def assemble(traces: list[Trace], input_ids: Int[Tensor, "B T"], attention_mask:
     for fed, routes in traces:
         ids[fed.rows, fed.column : fed.column + routes.shape[1]] = routes.ids.to(torch.int16)[fed.source]
     ids.masked_fill_(unrouted_tokens(attention_mask)[:, :, None, None], -1)
-    return RoutedExperts(ids, like.sites, like.num_experts, tokens=input_ids, meta=like.meta)
+    return like.with_ids(ids, input_ids)

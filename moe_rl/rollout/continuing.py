@@ -24,7 +24,6 @@ from moe_rl.rollout.completions import (
     padding_token,
 )
 from moe_rl.rollout.task import Problem, token_ids, user_code
-from moe_rl.routing import RoutedExperts
 
 TURNS = 4
 """Turns of the policy in one response, where the task does not say how many (`max_turns`)."""
@@ -99,7 +98,7 @@ def extend(
         assert routes is not None
         ids = routes.ids
         ids[rows] = torch.where(ids[rows] >= 0, ids[rows], part.ids)
-        routes = RoutedExperts(ids, own.sites, own.num_experts, tokens=wide.input_ids, meta=own.meta)
+        routes = own.with_ids(ids, wide.input_ids)
     return replace(wide, routes=routes, completions=_texts(wide, tokenizer))
 
 
@@ -185,7 +184,7 @@ def append_text(rollout: Rollout, tokenizer: Any, texts: Mapping[int, str]) -> R
     wide.finished[rows] = False
     routes = wide.routes
     if routes is not None:
-        routes = RoutedExperts(routes.ids, routes.sites, routes.num_experts, tokens=wide.input_ids, meta=routes.meta)
+        routes = routes.with_ids(routes.ids, wide.input_ids)
     return replace(wide, routes=routes, completions=_texts(wide, tokenizer))
 
 

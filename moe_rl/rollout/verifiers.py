@@ -1,5 +1,6 @@
 """Whether a completion gives the answer: by its text, by its last number or box, or by mathematics."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -104,12 +105,14 @@ class MathVerify:
         self.process: Any = None
         self.read: str | None = None
         """The answer that the process holds."""
+        self._end: Callable[[], Any] = lambda: None
 
     def __call__(self, answer: str, completion: str) -> bool:
         if self.process is None or self.process.poll() is not None:  # out of memory, between two questions
             self._start()
         if answer != self.read:  # those of a group have one
-            said, self.read = self._ask("answer", answer), None
+            self.read = None
+            said = self._ask("answer", answer)
             if said != "read":
                 late = "" if said else f" in {self.SECONDS:g} seconds"
                 raise TaskError(
@@ -119,6 +122,7 @@ class MathVerify:
         return self._ask("completion", completion) == "equal"
 
     def _start(self) -> None:
+        self._end()  # of one that died by itself
         worker = Path(__file__).with_name("math_worker.py")
         self.process, self.read = None, None
         self.process = subprocess.Popen(  # -P: the folder of the script is no place to import from
@@ -128,29 +132,32 @@ class MathVerify:
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-        weakref.finalize(self, self.process.kill)
-        if self._said(None) != "ready":
+        self._end = weakref.finalize(self, _end, self.process)
+        if self._ask() != "ready":
             raise TaskError("math-verify could not be started; the reason stands above")
 
-    def _ask(self, kind: str, text: str) -> str:
-        self.process.stdin.write(json.dumps([kind, text]) + "\n")
-        self.process.stdin.flush()
-        return self._said(self.SECONDS)
-
-    def _said(self, seconds: float | None) -> str:
-        """The next line of the process. Empty where none came in time: the process has then ended, or is ended, for its
-        answer would be taken for the next one's."""
+    def _ask(self, *question: str) -> str:
+        """What the process says to a question, or to none when it has started. Empty where nothing came in time: it has
+        then ended, or is ended, for its answer would be taken for the next one's."""
         said = ""
         try:
+            if question:
+                self.process.stdin.write(json.dumps(question) + "\n")
+                self.process.stdin.flush()
             with selectors.DefaultSelector() as selector:
                 selector.register(self.process.stdout, selectors.EVENT_READ)
-                said = self.process.stdout.readline().strip() if selector.select(seconds) else ""
+                came = selector.select(self.SECONDS if question else None)
+                said = self.process.stdout.readline().strip() if came else ""
         finally:
             if not said:  # too long, out of memory, or interrupted
-                process, self.process = self.process, None
-                process.kill()
-                process.wait()
+                self.process = None
+                self._end()
         return said
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    with contextlib.suppress(OSError), process:  # which closes its pipes; a question may be left in one
+        process.kill()
 
 
 VERIFIERS: Mapping[str, Callable[[], Callable[[str, str], bool]]] = {

@@ -87,6 +87,10 @@ class RoutedExperts(FromOthers, Moved, Stored):
             packed, self.sites, self._experts, tokens=tokens, meta=self._meta, has_live=has_live
         )
 
+    def with_ids(self, ids: Tensor | np.ndarray, tokens: Int[Tensor, "B T"] | None = None) -> "RoutedExperts":
+        """Other ids at the same sites, with the same meta; tokens: theirs. Checked as of any new object."""
+        return RoutedExperts(ids, self.sites, self.num_experts, tokens=tokens, meta=self.meta)
+
     # What is in it
 
     packed: UInt[Tensor, "B T L K"]

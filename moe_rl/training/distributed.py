@@ -214,8 +214,7 @@ class Group(Ranks):
 
         whole: dict[str, Any] = {n: joined(part) for n, part in own.parts.items() if isinstance(part, Tensor)}
         if (routes := own.routes) is not None:
-            ids, about = joined(routes.ids.to(torch.int16)), (routes.sites, routes.num_experts)
-            whole["routes"] = RoutedExperts(ids, *about, tokens=whole["input_ids"], meta=routes.meta)
+            whole["routes"] = routes.with_ids(joined(routes.ids.to(torch.int16)), whole["input_ids"])
         return replace(
             own,
             **whole,

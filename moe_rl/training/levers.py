@@ -121,4 +121,4 @@ def check_sites(sites: Sequence[int], number: int) -> None:
 def only(routes: RoutedExperts, rows: Bool[Tensor, "B T #L"]) -> RoutedExperts:
     """These rows of the routes, or with one for all sites those of these tokens; all others are live (-1)."""
     ids = torch.where(rows.to(routes.device)[..., None], routes.ids, -1)
-    return RoutedExperts(ids, routes.sites, routes.num_experts, tokens=routes.tokens, meta=routes.meta)
+    return routes.with_ids(ids, routes.tokens)

@@ -98,7 +98,7 @@ def score_rollout(
     whole = routes[0]
     if size is not None:  # those of micro-batches as one, -1 where they had no column
         ids = joined([(part.ids + 1).to(torch.int16) for part in routes], places, mine.input_ids.shape) - 1
-        whole = RoutedExperts(ids, whole.sites, whole.num_experts, tokens=mine.input_ids, meta=whole.meta)
+        whole = whole.with_ids(ids, mine.input_ids)
     return Scores(routes=ranks.gather_routes(whole, len(rollout)), **tensors)
 
 

@@ -20,7 +20,6 @@ def worker(rank, port, folder):
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2"
     )
     torch.set_num_threads(1)
-    sys.path[:] = [path for path in sys.path if Path(path).name != "fake_vllm"]  # other tests' stand-in is not TRL's
     from tiny_trl import logged, make, replayed_all, spying
     from trl import GRPOTrainer
 

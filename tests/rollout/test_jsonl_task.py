@@ -283,6 +283,7 @@ def test_math_verify_in_a_process_of_its_own(fake_math_verify, monkeypatch):
     process = verify.process
     assert not verify("12", "raise") and verify.process is process
     assert not verify("12", "hang") and process.poll() is not None, "a completion on which it never ends is wrong"
+    assert process.stdin.closed and process.stdout.closed, "a run may meet thousands of such"
     assert verify("12", "\\boxed{12}") and not verify("12", "die") and verify("1\n2", "1\n2")
     with pytest.raises(TaskError, match=r"cannot read the answer '\?'"):
         verify("?", "12")
@@ -296,11 +297,12 @@ def test_math_verify_in_a_process_of_its_own(fake_math_verify, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:  # between a question and its answer
-        patch.setattr(selectors.DefaultSelector, "select", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            verify("12", "13")
-    assert verify("12", "12"), "not the answer to the question before"
+    for name in ("select", "flush"):  # between a question and its answer, and within a question
+        with monkeypatch.context() as patch:
+            patch.setattr(verify.process.stdin if name == "flush" else selectors.DefaultSelector, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                verify("12", "13")
+        assert verify("12", "12"), "not the answer to the question before"
     verify.process.kill()
     verify.process.wait()
     assert verify("12", "12"), "started anew"

@@ -5,6 +5,7 @@ The real one is in test_vllm.py, which wants an environment that has it.
 
 import copy
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -280,6 +281,11 @@ def test_a_python_without_vllm_or_with_an_unknown_one_is_refused_before_anything
 def test_settings_that_vllm_does_not_take_are_refused(changes, message):
     with pytest.raises(EngineError, match=message):
         check_engine(EngineConfig(**{"kind": "vllm", **changes}))
+
+
+def test_the_stand_in_is_for_processes_of_its_own():
+    """Here TRL would take it for vLLM. pytest puts what it imports on the path."""
+    assert not [place for place in sys.path if "fake_vllm" in place]
 
 
 def test_routes_of_bytes_are_read_as_numbers():

@@ -256,6 +256,21 @@ def test_any_tool_opens_a_checkpoint_as_a_model(state_of, tmp_path):
         load_model(str(tmp_path), ModelConfig())
 
 
+def test_a_tokenizer_of_several_chat_templates_is_kept_whole(state_of, tmp_path):
+    """transformers puts all but the first into a folder of their own."""
+    from transformers import AutoTokenizer
+
+    state = state_of(MICRO, tmp_path)
+    state.tokenizer.chat_template = templates = {"default": "{{ messages }}", "tool_use": "tools {{ messages }}"}
+    save_checkpoint(state)
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint").chat_template == templates
+    load_checkpoint(state)
+    (other,) = (tmp_path / "checkpoint").glob("*/tool_use.jinja")
+    other.write_text("another")
+    with pytest.raises(CheckpointError, match=r"tool_use\.jinja is damaged"):
+        load_checkpoint(state)
+
+
 def test_a_checkpoint_of_adapters_is_loaded_as_one_model_with_the_settings_of_its_run(state_of, tmp_path):
     pytest.importorskip("peft")
     lora = LoraConfig(rank=2, target_parameters=("mlp.experts.gate_up_proj",), train_router=True)
