@@ -266,6 +266,7 @@ def test_a_vllm_that_another_machine_lends_serves_one_run_at_a_time(study, monke
     ("arguments", "message"),
     [
         (["study", "none.yaml"], "no such study file"),
+        (["study", "zzz"], "zzz: no such study file, and no study of that name comes with moe_rl; `moe-rl study` lists"),
         (["study", "micro.yaml", "--arms", "gsp"], "did you mean 'gspo'"),
         (
             ["study", "micro.yaml", "--arms", "grpo,gspo"],
