@@ -299,7 +299,9 @@ def test_arms_of_one_label_that_failed_are_told_apart():
     lines = answer(replace(study, evals=at_start(study, 0.15), config=declared)).lines
     assert lines[0].text == "Runs that failed (gained at most 0.1): GRPO, noise σ = 1: 8 of 8."
     assert lines[1].answer == "16 of 24 finished runs"
-    assert lines[1].text == "Runs of the other arms that failed (gained at most 0.1): GRPO: 8 of 8.", "nothing is said twice"
+    assert lines[1].text == "Runs of the other arms that failed (gained at most 0.1): GRPO: 8 of 8.", (
+        "nothing is said twice"
+    )
 
 
 def test_runs_that_failed_are_named_in_one_line_of_the_first_answer():
