@@ -154,9 +154,10 @@ def option_names(options: Any, prefix: str = "", listed: bool = True) -> list[st
 @contextlib.contextmanager
 def _lines_joined() -> Iterator[None]:
     """Help without the line breaks of the source. tyro 1.0.17 keeps those of a field's docstring, as it is indented."""
-    import docstring_parser  # tyro's own reader of them
+    import docstring_parser
 
-    read = docstring_parser.parse_from_object
+    reader: Any = docstring_parser  # tyro's
+    read = reader.parse_from_object
 
     def joined(options: Any) -> Any:
         found = read(options)
@@ -164,11 +165,11 @@ def _lines_joined() -> Iterator[None]:
             field.description = field.description and re.sub(r"(?<=\S)\n +(?=\S)", " ", field.description)
         return found
 
-    docstring_parser.parse_from_object = joined
+    reader.parse_from_object = joined
     try:
         yield
     finally:
-        docstring_parser.parse_from_object = read
+        reader.parse_from_object = read
 
 
 def _our_words() -> Any:
