@@ -1,8 +1,11 @@
 """Arguments of the command line: the study that is meant, its arm and seed, options that exist; help and mistakes."""
 
+import contextlib
 import dataclasses
 import itertools
+import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -108,7 +111,7 @@ def parse(options: Any, arguments: list[str], program: str, default: Any = None)
         fail(f"{program}: --seeds {listed}: seeds are separated by spaces, e.g. --seeds {listed.replace(',', ' ')}", 2)
     arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
     values = {} if default is None else {"default": default}
-    with _our_words():
+    with _our_words(), _lines_joined():
         return tyro.cli(options, args=arguments, prog=program, config=(tyro.conf.AvoidSubcommands,), **values)
 
 
@@ -146,6 +149,27 @@ def option_names(options: Any, prefix: str = "", listed: bool = True) -> list[st
         elif isinstance(value, dict):
             names += [f"--{prefix}{name}.{key.replace('_', '-')}" for key in map(str, value)]
     return names
+
+
+@contextlib.contextmanager
+def _lines_joined() -> Iterator[None]:
+    """Help without the line breaks of the source. tyro 1.0.17 keeps those of a field's docstring, as it is indented."""
+    import docstring_parser
+
+    reader: Any = docstring_parser  # tyro's
+    read = reader.parse_from_object
+
+    def joined(options: Any) -> Any:
+        found = read(options)
+        for field in found.params:
+            field.description = field.description and re.sub(r"(?<=\S)\n +(?=\S)", " ", field.description)
+        return found
+
+    reader.parse_from_object = joined
+    try:
+        yield
+    finally:
+        reader.parse_from_object = read
 
 
 def _our_words() -> Any:

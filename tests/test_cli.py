@@ -107,6 +107,11 @@ def test_the_help_is_readable_in_a_narrow_window(monkeypatch, capsys):
     assert "--launcher slurm" in refused(capsys, "study", "--help", status=0)
 
 
+def test_the_help_breaks_no_line_where_the_source_does(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert "then ratios and k3 are those of RL" in refused(capsys, "drift", "--help", status=0)
+
+
 def test_help_and_mistakes_answer_without_importing_torch(study):
     """So that each takes well below a second of CPU."""
     words = [[], ["--help"], ["study"], ["study", "--help"], ["study", "micro.yaml", "--help"], ["run", "--help"]]
@@ -266,6 +271,10 @@ def test_a_vllm_that_another_machine_lends_serves_one_run_at_a_time(study, monke
     ("arguments", "message"),
     [
         (["study", "none.yaml"], "no such study file"),
+        (
+            ["study", "zzz"],
+            "zzz: no such study file, and no study of that name comes with moe_rl; `moe-rl study` lists",
+        ),
         (["study", "micro.yaml", "--arms", "gsp"], "did you mean 'gspo'"),
         (
             ["study", "micro.yaml", "--arms", "grpo,gspo"],

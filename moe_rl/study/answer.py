@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from moe_rl.study.arms import condition_label, dose_label, full_label
 from moe_rl.study.comparing import Pair, comparisons, declared
+from moe_rl.study.curves import FAILED, GAIN
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import final_rewards, reward_names, run_outcomes
 from moe_rl.study.reading import by_arm, name_of, power_sentence, untold
@@ -146,7 +147,8 @@ def _failures_of(data: StudyData, pairs: Sequence[Pair], named: Collection[str])
     failed = by_arm(data, table)
     which = "other finished" if untold(table) else "finished"
     these, of = ("the other", " of the other arms") if named else ("these", "")
-    text = f"Runs{of} that failed: {listed(failed)}." if failed else f"None of {these} arms' {which} runs failed."
+    text = f"None of {these} arms' {which} runs failed."
+    text = f"Runs{of} that failed ({FAILED}): {listed(failed)}." if failed else text
     if not table["judged"].any():
         text = "" if table["finished"].any() else f"No run of {these} arms has finished."
     return f"{text}{untold(table)}"
@@ -187,8 +189,9 @@ def _failures(data: StudyData, named: Collection[str]) -> Line:
     if not run_outcomes(data)["start"].notna().any():
         return Line("Did runs fail?", "Cannot be told", "No run recorded its reward at step 0.")
     every = "Every other finished run" if untold(table) else "Every finished run"
-    text = "" if total else f"{every} gained more than 0.1 over its reward at step 0."
-    text = f"{'Runs of the other arms that failed' if named else 'Failed'}: {listed(failed)}." if failed else text
+    text = "" if total else f"{every} gained more than {GAIN} over its reward at step 0."
+    who = "Runs of the other arms that failed" if named else "Failed"
+    text = f"{who} ({FAILED}): {listed(failed)}." if failed else text
     if not runs:
         text = "" if table["finished"].any() else "No run has finished."
     return Line("Did runs fail?", f"{total} of {count(runs, 'finished run')}", f"{text}{untold(table)}")

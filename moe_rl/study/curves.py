@@ -16,6 +16,9 @@ TIE = 1e-9
 GAIN = 0.1
 """A run that ends at most this above its reward before training has failed."""
 
+FAILED = f"gained at most {GAIN}"
+"""The same in brief, beside a count of such runs: they did not break off."""
+
 FAILED_RULE = (
     f"a run failed when it ended at most {GAIN} above its held-out reward at step 0 (above the mean reward of its "
     "first batch, where none was measured)"

@@ -10,7 +10,7 @@ import pandas as pd
 
 from moe_rl.study.arms import condition_label, full_label, replay_identity
 from moe_rl.study.comparing import Pair, comparisons, declared, enough_pairs, interest
-from moe_rl.study.curves import BELOW_START_RULE, COLLAPSE_RULE, FAILED_RULE, FINAL_STEPS
+from moe_rl.study.curves import BELOW_START_RULE, COLLAPSE_RULE, FAILED_RULE, FINAL_STEPS, GAIN
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import evaluations, final_rewards, reward_names, run_outcomes
 from moe_rl.study.power import fewest_pairs
@@ -162,7 +162,7 @@ def _outcomes(data: StudyData) -> Iterator[Statement]:
         start += " (of the first batch, where none was held out)"
     found = []
     for column, what in (
-        ("failed", f"did not gain more than 0.1 over {start}"),
+        ("failed", f"did not gain more than {GAIN} over {start}"),
         ("below_start", "ended below it"),
         ("collapsed", "collapsed"),
     ):

@@ -63,7 +63,8 @@ def find_study(word: str) -> Path:
         return path
     if len(path.parts) > 1:
         read_study_file(path)  # says so
-    near = nearest(word.lower(), [*known, *(p.name for p in Path().glob("*.y*ml"))])
+    near = nearest(word.lower(), [*known, *(p.name for p in Path().glob("*.y*ml"))], listed=False)
+    near = near or "; `moe-rl study` lists those that do"
     raise StudyFileError(f"{word}: no such study file, and no study of that name comes with moe_rl{near}")
 
 

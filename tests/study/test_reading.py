@@ -150,7 +150,7 @@ def test_failed_below_start_and_collapsed_runs_are_counted():
     three = replace(study, runs=tuple(replace(run, finished=run.seed != 0) for run in study.runs))
     text = next(s.text for s in read(three) if s.topic == "Runs that failed")
     assert "at step 0: 3 of 3 (GRPO: 3 of 3)" in text and "collapsed: 1 of 4 (GRPO: 1 of 4)" in text
-    assert answer(three).lines[-2].text == "Failed: GRPO: 3 of 3."
+    assert answer(three).lines[-2].text == "Failed (gained at most 0.1): GRPO: 3 of 3."
 
 
 @pytest.mark.parametrize("start", [0.2, 0.3, 0.4, 0.5, 0.7])
@@ -280,7 +280,7 @@ def test_two_arms_that_failed_are_not_an_answer():
     evals = at_start(study, 0.4)
     first = answer(replace(study, evals=evals)).lines[0]
     assert first.answer == "Most runs of both failed (higher)"
-    assert first.text == "Runs that failed: GRPO: 8 of 8, GRPO + Routing Replay: 8 of 8."
+    assert first.text == "Runs that failed (gained at most 0.1): GRPO: 8 of 8, GRPO + Routing Replay: 8 of 8."
 
 
 def test_most_runs_are_most_of_an_arms_own():
@@ -288,7 +288,7 @@ def test_most_runs_are_most_of_an_arms_own():
     study = study_of({"grpo": (0.8,) * 12 + (0.1,) * 8, "gspo": (0.5, 0.5, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1)})
     first = answer(replace(study, evals=at_start(study, 0.1))).lines[0]
     assert first.answer == "No, ended lower than GRPO"
-    assert first.text == "Runs that failed: GRPO: 8 of 20, GSPO: 5 of 8."
+    assert first.text == "Runs that failed (gained at most 0.1): GRPO: 8 of 20, GSPO: 5 of 8."
     half = study_of({"grpo": (0.8,) * 4 + (0.1,) * 4, "gspo": (0.1,) * 4 + (0.5,) * 4})
     assert answer(replace(half, evals=at_start(half, 0.1))).lines[0].answer == "Not resolved", "half are not most"
 
@@ -297,16 +297,18 @@ def test_arms_of_one_label_that_failed_are_told_apart():
     study = study_of({"grpo": (0.2,) * 8, "grpo_noise": (0.2,) * 8, "gspo_noise": (0.8,) * 8})
     declared = {**study.config, "comparisons": [["gspo_noise", "grpo_noise"]]}
     lines = answer(replace(study, evals=at_start(study, 0.15), config=declared)).lines
-    assert lines[0].text == "Runs that failed: GRPO, noise σ = 1: 8 of 8."
+    assert lines[0].text == "Runs that failed (gained at most 0.1): GRPO, noise σ = 1: 8 of 8."
     assert lines[1].answer == "16 of 24 finished runs"
-    assert lines[1].text == "Runs of the other arms that failed: GRPO: 8 of 8.", "nothing is said twice"
+    assert lines[1].text == "Runs of the other arms that failed (gained at most 0.1): GRPO: 8 of 8.", (
+        "nothing is said twice"
+    )
 
 
 def test_runs_that_failed_are_named_in_one_line_of_the_first_answer():
     study = study_of({"grpo": (0.2,) * 8, "grpo_replay": EIGHT, "gspo": (0.2,) * 8})
     need, without, _ = answer(replace(study, evals=at_start(study, 0.15))).lines
-    assert need.text == "Runs that failed: GRPO: 8 of 8."
-    assert without.text == "Runs of the other arms that failed: GSPO: 8 of 8."
+    assert need.text == "Runs that failed (gained at most 0.1): GRPO: 8 of 8."
+    assert without.text == "Runs of the other arms that failed (gained at most 0.1): GSPO: 8 of 8."
     later = replace(study, rollouts=study.rollouts.assign(step=study.rollouts["step"] + 1))
     said = [line.text for line in answer(later).lines[:2]]
     assert said == ["No run recorded its reward at step 0, so it cannot be told which failed.", ""]

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from moe_rl.study.comparing import Pair, comparison_table, comparisons
-from moe_rl.study.curves import FINAL_STEPS
+from moe_rl.study.curves import FAILED, FINAL_STEPS
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import EACH, Column, Dots, Rows, arm_rows, draw_dots, quiet_rows
@@ -27,7 +27,7 @@ INTERVAL, MEAN = 1.3, 0.55  # inches for a mean with and without its interval, r
     caption=(
         f"Final reward: mean of the last {FINAL_STEPS} steps of a run, or the held-out reward where the responses are "
         "not the policy's or the study declares it. Large: mean over seeds; bar: its interval; small: seeds. f, b, c: "
-        "runs that failed, ended below their start, collapsed."
+        f"runs that failed ({FAILED}), ended below their start, collapsed."
     ),
     needs={},
     rank=0,
