@@ -154,9 +154,12 @@ def option_names(options: Any, prefix: str = "", listed: bool = True) -> list[st
 @contextlib.contextmanager
 def _lines_joined() -> Iterator[None]:
     """Help without the line breaks of the source. tyro 1.0.17 keeps those of a field's docstring, as it is indented."""
-    import docstring_parser
-
-    reader: Any = docstring_parser  # tyro's
+    try:
+        import docstring_parser
+    except ImportError:  # a later tyro that reads docstrings by itself
+        yield
+        return
+    reader: Any = docstring_parser
     read = reader.parse_from_object
 
     def joined(options: Any) -> Any:
