@@ -75,6 +75,7 @@ def test_churn_of_the_experts_that_a_sequence_uses_by_hand():
     unrouted = old.clone()
     unrouted[0, 2] = -1  # a last token that the sampler never fed back is no change
     assert active_set_churn(unrouted, old, mask, num_experts=5)[0].tolist() == [0.0]
+    assert active_set_churn(old[:0], new[:0], num_experts=5).shape == (0, 1), "of no sequence"
 
 
 def test_churn_of_routes_matches_sites_by_name():
