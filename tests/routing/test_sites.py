@@ -133,6 +133,16 @@ def test_a_new_router_that_does_otherwise_is_refused_by_name(router: type[nn.Mod
         pass
 
 
+def test_such_a_router_is_refused_also_where_nothing_but_the_model_holds_it() -> None:
+    model = with_router(Sorting).model
+    model.gate = model.layers[0].mlp.gate
+    for layer in model.layers:
+        layer.mlp = nn.Identity()
+    model.norm.register_forward_pre_hook(lambda _, args: model.gate(*args) and None)
+    with pytest.raises(UnsupportedModelError, match=r"gate \(Sorting\).*without torch.topk"), record_routes(model):
+        pass
+
+
 def test_a_router_shared_by_layers_or_never_run_is_refused() -> None:
     model = moe()
     model.model.layers[1].mlp.gate = model.model.layers[0].mlp.gate
