@@ -340,11 +340,15 @@ class Tap:
         if bool(lost.any()):
             raise refusals.lost(self.names, lost)
 
+    def refuse_other_thread(self) -> None:
+        """RoutingError where another thread has a context open."""
+        if self.listeners and self.thread != threading.get_ident():
+            raise refusals.of_another_thread(f"a context of {type(self.boundary).__name__}", self.thread)
+
     @contextmanager
     def listen(self, listener: Listener) -> Iterator[None]:
         """A context is open."""
-        if self.listeners and self.thread != threading.get_ident():
-            raise refusals.of_another_thread(f"a context of {type(self.boundary).__name__}", self.thread)
+        self.refuse_other_thread()
         self.thread = threading.get_ident()
         if not self.listeners:
             self.lost, self.left = None, []
