@@ -1,5 +1,6 @@
 """Where routers are found, and what the self-check makes of routers that no transformers version has yet."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -140,6 +141,15 @@ def test_such_a_router_is_refused_also_where_nothing_but_the_model_holds_it() ->
         layer.mlp = nn.Identity()
     model.norm.register_forward_pre_hook(lambda _, args: model.gate(*args) and None)
     with pytest.raises(UnsupportedModelError, match=r"gate \(Sorting\).*without torch.topk"), record_routes(model):
+        pass
+
+
+def test_a_selection_in_a_block_of_several_routers_is_refused() -> None:
+    model = with_router(Sorting)
+    for block in (layer.mlp for layer in model.model.layers):
+        block.second = copy.deepcopy(block.gate)
+        block.register_forward_pre_hook(lambda module, args: module.second(*args) and None)
+    with pytest.raises(UnsupportedModelError, match="around it holds several routers"), record_routes(model):
         pass
 
 
