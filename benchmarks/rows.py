@@ -22,7 +22,7 @@ from typing import Any
 def command_line(doc: str | None, rounds: int | None = None, least: int = 1) -> argparse.ArgumentParser:
     """The options of every benchmark: `--json`, and `--rounds` where it has some, of which its figures need `least`."""
 
-    def enough(text: str) -> int:
+    def number(text: str) -> int:  # argparse says its name where it raises ValueError
         if int(text) < least:
             raise argparse.ArgumentTypeError(f"at least {least}, got {text}")
         return int(text)
@@ -30,7 +30,7 @@ def command_line(doc: str | None, rounds: int | None = None, least: int = 1) -> 
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results, one JSON object a line")
     if rounds:
-        parser.add_argument("--rounds", type=enough, default=rounds, help="of each comparison (default: %(default)s)")
+        parser.add_argument("--rounds", type=number, default=rounds, help="of each comparison (default: %(default)s)")
     return parser
 
 

@@ -166,6 +166,7 @@ def main_of(benchmark, monkeypatch, name, *words):
         ("router_calls", ["--rounds", "3"], "--rounds: at least 4, got 3"),
         ("routing_overhead", ["--no-gpu", "--rounds", "1"], "--rounds: at least 4, got 1"),
         ("against_trl", ["--rounds", "0"], "--rounds: at least 1, got 0"),
+        ("cost", ["--rounds", "few"], "--rounds: invalid number value: 'few'"),
     ],
 )
 def test_sizes_that_would_be_another_and_too_few_rounds_are_refused(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pkgutil
 import re
 from pathlib import Path
 
@@ -60,6 +61,20 @@ def test_an_index_has_every_page(index, pages):
     docs = ROOT / "docs"
     linked = {docs / target for target in re.findall(r"\]\(([\w/]+\.md)\)", (docs / index).read_text())}
     assert not set(docs.glob(pages)) - linked - {docs / "README.md"}
+
+
+def test_what_moved_is_where_the_changelog_says():
+    table = (ROOT / "CHANGELOG.md").read_text().partition("| 0.1 | 0.2 |")[2].partition("###")[0]
+    new = [row.split(" | ")[-1] for row in table.splitlines() if row.count(" | ") == 1]
+    names = {name for cell in new for name in re.findall(r"`([a-z_]+(?:\.\w+)+)`", cell)}
+    assert len(names) > 40
+    wrong = []
+    for name in sorted(names):
+        try:
+            pkgutil.resolve_name(f"moe_rl.{name}")
+        except (ImportError, AttributeError):
+            wrong.append(name)
+    assert not wrong
 
 
 def test_settings_that_a_page_shows_are_those_of_a_study_file():

@@ -151,9 +151,10 @@ def compare(
     try:
         with nullcontext() if name == variant else experts_computed_by(model, name):
             for text, before in zip(texts, reference, strict=True):
-                if variant == "decode":
+                pieces = _pieces(variant, text) if text.completion_mask.any() else []
+                if pieces and variant == "decode":
                     own, replayed, mask = _decoded(model, text, before, decode_tokens)
-                elif pieces := _pieces(variant, text):
+                elif pieces:
                     own, replayed = _rescored(model, text, before, pieces)
                     mask = text.completion_mask.cpu()
                 else:
@@ -164,6 +165,8 @@ def compare(
                 tick()
     except (RuntimeError, MemoryError, RoutingError) as error:
         raise CannotRun(first_line(error)) from error
+    if not any(text.completion_mask.any() for text in texts):
+        raise CannotRun("no token to measure")
     if sums.counts is None:
         why = "every batch is one sequence" if variant.startswith("batch") else "no padding would move"
         raise CannotRun(f"nothing to compare: {why}")

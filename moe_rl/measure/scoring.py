@@ -98,7 +98,7 @@ def in_order_of(own: RoutedExperts, routes: RoutedExperts) -> RoutedExperts:
     routes = routes.select(own.sites)
     if routes.shape != own.shape or routes.num_experts != own.num_experts:
         return routes
-    changed = site_change(own, routes)
+    changed = site_change(own, routes) | routes.live  # a row without a route stays the router's to decide
     ids = torch.where(changed[..., None], routes.ids, own.ids)
     return routes.with_ids(ids, routes.tokens)
 

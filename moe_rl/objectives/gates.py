@@ -171,8 +171,9 @@ def _ratio(x: GateInputs, **_: object) -> Float[Tensor, "B T"]:
 def choose(
     condition: Bool[Tensor, "B T"], yes: float | int, no: float | int, dtype: torch.dtype
 ) -> Float[Tensor, "B T"]:
-    """`torch.where` of two numbers in `dtype`; torch's own would round them to float32 first."""
-    return torch.where(condition, torch.tensor(yes, dtype=dtype, device=condition.device), no)
+    """`torch.where` of two numbers in `dtype`; torch's own would round them to float32 first. Made on the device:
+    `torch.tensor` would copy the number there, and wait."""
+    return torch.where(condition, torch.full((), yes, dtype=dtype, device=condition.device), no)
 
 
 def outside_trust_region(

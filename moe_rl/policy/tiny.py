@@ -139,8 +139,10 @@ def build_tiny(config: TinyConfig, tokenizer: Any, **implementations: str) -> An
         implementations: `attn_implementation`, `experts_implementation` (default: `TINY_EXPERTS`).
 
     Raises:
-        ModelError: an architecture that cannot be built; an implementation that is unknown or not installed.
+        ModelError: a setting out of range; an architecture that cannot be built; an implementation that is unknown or
+            not installed.
     """
+    check_settings(config, "model.tiny.", ModelError)
     register_experts()
     implementations = {"experts_implementation": TINY_EXPERTS, **implementations}
     try:
@@ -150,7 +152,7 @@ def build_tiny(config: TinyConfig, tokenizer: Any, **implementations: str) -> An
             model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, **implementations)
     except ModelError:
         raise
-    except (ValueError, RuntimeError, ZeroDivisionError, ImportError) as error:  # the last of attn_implementation
+    except (ValueError, RuntimeError, ImportError) as error:  # the last of attn_implementation
         raise ModelError(f"model.tiny: cannot build {config}: {error}") from error
     with torch.no_grad():
         for weight in router_parameters(model):
@@ -159,7 +161,7 @@ def build_tiny(config: TinyConfig, tokenizer: Any, **implementations: str) -> An
 
 
 def _hf_config(config: TinyConfig, tokenizer: Any) -> Any:
-    if not 1 <= config.num_experts_per_tok <= config.num_experts:
+    if config.num_experts_per_tok > config.num_experts:
         raise ModelError(
             f"model.tiny.num_experts_per_tok: between 1 and num_experts ({config.num_experts}), "
             f"got {config.num_experts_per_tok}"
@@ -192,9 +194,7 @@ def _hf_config(config: TinyConfig, tokenizer: Any) -> Any:
     common["head_dim"] = config.hidden_size // config.num_heads
     if config.family == "minimax_m2":
         return MiniMaxM2Config(**common, num_local_experts=config.num_experts)
-    if config.family == "qwen3_moe":
-        return Qwen3MoeConfig(**common, **experts, moe_intermediate_size=config.moe_intermediate_size)
-    raise ModelError(f"model.tiny.family: unknown {config.family!r}; known: qwen3_moe, mixtral, olmoe, minimax_m2")
+    return Qwen3MoeConfig(**common, **experts, moe_intermediate_size=config.moe_intermediate_size)
 
 
 def cold_start(

@@ -99,8 +99,11 @@ def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
     cached = _CHECKED.get(boundary)
     if cached is None or cached[0] != signature:
         cached = (signature, [], {})
+    new = any((m.training, i) not in cached[2] for i, site in enumerate(sites) for m in site.modules)
+    if new:
+        tap.refuse_other_thread()  # the check runs the model
     _, tap.probes, tap.modes = cached
-    if any((m.training, i) not in tap.modes for i, site in enumerate(sites) for m in site.modules):
+    if new:
         examine(tap)
         _CHECKED[boundary] = (signature, tap.probes, tap.modes)
     return tap, [site.name for site in sites]

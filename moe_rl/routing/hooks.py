@@ -48,7 +48,7 @@ class _Hook(partial):
 
 @cache
 def _parameters(forward: Callable[..., Any]) -> list[str]:
-    """The names of the arguments of a method, in order."""
+    """The names of the arguments of a class's method, in order: asked for once, as each context may make a `Tap`."""
     return list(inspect.signature(forward).parameters)[1:]
 
 
@@ -60,7 +60,8 @@ class Tap:
         self.root, self.sites, self.boundary = model, sites, boundary
         self.modules: list[nn.Module] = []  # all of the root's
         self.names = [site.name for site in sites]
-        self.parameters = list(inspect.signature(boundary.forward).parameters)
+        own = vars(boundary).get("forward")  # in place of its class's; may hold the model, so that it is not kept
+        self.parameters = list(inspect.signature(own).parameters) if own else _parameters(type(boundary).forward)
         self.probes: list[Selector] = []  # what the self-check learned last
         self.modes: dict[tuple[bool, int], Selector] = {}  # by train mode and site
         self.examining = False  # the self-check is under way, and judges for itself
@@ -340,11 +341,15 @@ class Tap:
         if bool(lost.any()):
             raise refusals.lost(self.names, lost)
 
+    def refuse_other_thread(self) -> None:
+        """RoutingError where another thread has a context open."""
+        if self.listeners and self.thread != threading.get_ident():
+            raise refusals.of_another_thread(f"a context of {type(self.boundary).__name__}", self.thread)
+
     @contextmanager
     def listen(self, listener: Listener) -> Iterator[None]:
         """A context is open."""
-        if self.listeners and self.thread != threading.get_ident():
-            raise refusals.of_another_thread(f"a context of {type(self.boundary).__name__}", self.thread)
+        self.refuse_other_thread()
         self.thread = threading.get_ident()
         if not self.listeners:
             self.lost, self.left = None, []

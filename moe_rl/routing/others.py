@@ -89,6 +89,9 @@ class FromOthers:
                 "actor.router_replay.mode set, and rollout.enable_rollout_routing_replay for R3?"
             )
         experts, mask, tokens = held["routed_experts"], held.get("attention_mask"), held.get("input_ids")
+        shapes = [list(x.shape) for x in (tokens, mask) if x is not None and not x.is_nested]
+        if shapes[1:] and shapes[0] != shapes[1]:
+            raise RoutingError(f"input_ids {shapes[0]} and attention_mask {shapes[1]} differ")
         padded = None
         if experts.is_nested:
             padded = None if mask is None or mask.is_nested else as_mask(mask, "attention_mask")
@@ -96,8 +99,6 @@ class FromOthers:
         elif mask is None:
             raise RoutingError("no attention_mask in the batch: zeros of the padding cannot be told from expert 0")
         elif tokens is not None:
-            if tokens.shape != mask.shape:
-                raise RoutingError(f"input_ids {list(tokens.shape)} and attention_mask {list(mask.shape)} differ")
             tokens = tokens.masked_fill(~as_mask(mask, "attention_mask"), -1)
         routes: Any = cls.from_padded(
             experts, mask, config_or_sites, num_experts, layers=layers, tokens=tokens, meta=meta

@@ -237,7 +237,7 @@ def evidence(tap: Tap, depths: list[int] | None = None) -> Iterator[list[Seen]]:
     seen = [Seen() for _ in tap.sites]
     with ExitStack() as stack:
         for index, (site, depth, found) in enumerate(zip(tap.sites, depths, seen, strict=True)):
-            for module in tap.scope(index, depth):
+            for module in scope_of(tap, index, depth):
                 stack.callback(module.register_forward_hook(partial(_returned, found)).remove)
             for name, module in site.parents[0].named_children() if site.parents else ():
                 if module not in site.modules:

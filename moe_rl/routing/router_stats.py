@@ -103,7 +103,7 @@ def active_set_churn(
     both_parts = (_parts(routes.to(old.device), experts, mask) for routes in (old, new))
     for (start, a), (_, b) in zip(*both_parts, strict=True):
         sequence = torch.arange(start, start + len(a), device=a.device) // max(1, tokens)
-        first, both = (sequence * used[0, 0].numel())[:, None, None], (a >= 0) & (b >= 0)
+        first, both = (sequence * used.shape[2:].numel())[:, None, None], (a >= 0) & (b >= 0)
         for marked, ids in zip(used, (a, b), strict=True):
             marked.view(-1).scatter_(0, (_bins(ids.where(both, -1), experts) + first).flatten(), True)
     before, after = used[..., :experts]

@@ -217,6 +217,20 @@ def test_decoding_measures_the_first_tokens_of_responses_only():
     assert metrics["measured"] == metrics["tokens"] == 6 and metrics["gap_max"] < 1e-4
 
 
+def test_a_batch_of_which_nothing_is_measured_changes_nothing():
+    """It had no first column to decode, which was a ValueError and the end of all variants."""
+    model, batch, told = build("qwen3_moe"), text(), []
+    bare = replace(batch, completion_mask=torch.zeros_like(batch.completion_mask))
+    reference = [score_live(model, part) for part in (batch, bare)]
+    for variant in ("decode", "batch_1"):
+        alone = compare(model, [batch], reference[:1], variant).metrics()
+        both = compare(model, [batch, bare], reference, variant, tick=lambda: told.append(1)).metrics()
+        assert str(both) == str(alone)
+    assert len(told) == 4, "of every batch"
+    found, left_out = arithmetic_floor(model, [bare])
+    assert not found and set(left_out.values()) == {"no token to measure"}
+
+
 def test_the_first_token_of_a_sequence_has_nothing_to_compare():
     model, batch = build("qwen3_moe"), text()
     whole = replace(batch, completion_mask=batch.attention_mask)

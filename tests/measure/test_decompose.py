@@ -234,6 +234,8 @@ def test_order_is_taken_where_sets_agree_and_only_there():
     ordered = in_order_of(routes((3, 1), (0, 2)), routes((1, 3), (2, 4)))
     assert ordered.ids[0, :, 0].tolist() == [[3, 1], [2, 4]]
     assert ordered.tokens.tolist() == [[7, 8]], "which a replay compares"
+    ordered = in_order_of(routes((3, 1), (0, 2)), routes((-1, -1), (2, 0)))
+    assert ordered.ids[0, :, 0].tolist() == [[-1, -1], [0, 2]], "what is not forced stays the router's to decide"
 
 
 def test_two_architectures_are_refused(text):

@@ -196,6 +196,18 @@ def test_of_two_engines_everything_is_said_once():
     assert s == pytest.approx(math.exp(-float((new - old)[0][mask[0]].mean())))
 
 
+def test_no_number_is_sent_to_the_device_which_would_wait_for_it(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "new_tensor", lambda *_: pytest.fail("a copy from the host"))
+    assert engine_metrics(*scores())["rollout_probs_diff_std"] > 0
+
+
+def test_of_a_single_token_there_is_neither_spread_nor_correlation():
+    one = torch.full((1, 1), -1.0), torch.full((1, 1), -2.0), torch.ones(1, 1).bool()
+    found = mismatch_metrics(*one)
+    assert found["rollout_probs_diff_std"].isnan() and found["rollout_actor_probs_pearson_corr"].isnan()
+    assert found["rollout_probs_diff_std"].dtype == torch.float64
+
+
 def test_without_tokens_nothing_raises():
     new, old, mask = scores()
     none = torch.zeros_like(mask)

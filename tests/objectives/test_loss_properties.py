@@ -161,3 +161,10 @@ def test_a_batch_without_any_token_is_zero_with_a_graph(name):
     out, slope = evaluate(name, batch, **optional_inputs(name, nan, nan))
     assert out.loss == 0 and (slope == 0).all()
     assert all(torch.isfinite(value) for value in out.metrics.values())
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_no_number_is_sent_to_the_device_which_would_wait_for_it(name, monkeypatch):
+    batch, rollout, gamma = draw_batch(0, 2, 3, 0.2, False)
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("a copy from the host"))
+    assert evaluate(name, batch, **optional_inputs(name, rollout, gamma))[0].metrics

@@ -57,6 +57,10 @@ def test_tiny_weights_come_from_its_seed_and_from_nothing_else():
     [
         ({"num_experts_per_tok": 5}, "model.tiny.num_experts_per_tok: between 1 and num_experts .4., got 5"),
         ({"hidden_size": 18}, "model.tiny.hidden_size: .* multiple of 2 x num_heads .2., got 18"),
+        ({"num_layers": 0}, "model.tiny.num_layers: expected a whole number of at least 1, got 0"),
+        ({"router_init_scale": float("nan")}, "model.tiny.router_init_scale: .* of at least 0, got nan"),  # were built
+        ({"max_position_embeddings": 0}, "model.tiny.max_position_embeddings: .* of at least 1, got 0"),
+        ({"family": "mistral"}, "model.tiny.family: expected one of qwen3_moe, .* Did you mean 'mixtral'?"),
     ],
 )
 def test_impossible_tiny_models_are_refused(change, message):

@@ -330,6 +330,16 @@ def test_a_rotary_embedding_that_has_grown_stays_so_when_the_model_is_checked() 
         assert torch.equal(model(shorter).logits, plain)
 
 
+def test_a_context_that_is_opened_again_asks_for_no_signature(monkeypatch) -> None:
+    """It was a third of what opening one costs, and one is opened around every minibatch."""
+    model = moe()
+    with record_routes(model):
+        pass
+    monkeypatch.setattr("inspect.signature", lambda *_: pytest.fail("asked again"))
+    with record_routes(model):
+        pass
+
+
 def test_a_recording_that_is_kept_keeps_no_model() -> None:
     model, inputs = moe(), tokens()
     with torch.no_grad(), record_routes(model) as recording:

@@ -73,8 +73,9 @@ def test_churn_of_the_experts_that_a_sequence_uses_by_hand():
     assert active_set_churn(old, new, mask, num_experts=5)[:2].tolist() == [[0.5], [0.0]]
     assert active_set_churn(old, old, mask, num_experts=5).tolist() == [[0.0]] * 3
     unrouted = old.clone()
-    unrouted[0, 2] = -1  # a last token that the sampler never fed back is no change
+    unrouted[0, 1:] = -1  # tokens that the sampler never fed back are no change
     assert active_set_churn(unrouted, old, mask, num_experts=5)[0].tolist() == [0.0]
+    assert active_set_churn(old[:0], new[:0], num_experts=5).shape == (0, 1), "of no sequence"
 
 
 def test_churn_of_routes_matches_sites_by_name():

@@ -141,6 +141,10 @@ def test_a_batch_of_verl():
     assert RoutedExperts.from_verl(arrays, SITES, 8).equal(routes)
     with pytest.raises(RoutingError, match=r"input_ids \[2, 4\] and attention_mask \[2, 5\] differ"):
         RoutedExperts.from_verl({**batch, "input_ids": input_ids[:, :4]}, SITES, 8)
+    nested = {**batch, "routed_experts": jagged["routed_experts"]}
+    for other in (input_ids[:, :4], input_ids[:1]):
+        with pytest.raises(RoutingError, match=r"input_ids \[., .\] and attention_mask \[2, 5\] differ"):
+            RoutedExperts.from_verl({**nested, "input_ids": other}, SITES, 8)
     with pytest.raises(RoutingError, match="routed_experts: expected a tensor or an array of numbers, got str"):
         RoutedExperts.from_verl({**batch, "routed_experts": "ids"}, SITES, 8)
 

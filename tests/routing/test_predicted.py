@@ -8,6 +8,8 @@ from routing_helpers import hooked, moe, routes_of, tokens
 
 from moe_rl.routing import (
     RoutingError,
+    change_counts,
+    find_sites,
     noisy_routes,
     predicted_routes,
     record_margins,
@@ -158,3 +160,13 @@ def test_what_does_not_fit_is_refused():
         model(input_ids=inputs[:, :3])
     with pytest.raises(RoutingError, match=r"different lengths \[3, 7\]"):
         _ = reading.inputs
+
+
+def test_each_site_has_the_weights_of_its_place():
+    model, inputs = moe(), tokens()
+    plain, routers = routes_of(model, inputs), [site.module.weight.detach() for site in find_sites(model)]
+    weights = torch.stack([torch.zeros_like(routers[0]), *(-2 * weight for weight in routers[1:])])
+    with predicted_routes(model, weights):  # the last experts become the first, but at site 0
+        turned = routes_of(model, inputs)
+    changed = change_counts(plain, turned).per_site_changed
+    assert changed[0] == 0 and bool((changed[1:] == inputs.numel()).all())

@@ -192,7 +192,7 @@ def test_counts_of_nested_replays_are_of_rows_that_were_really_theirs() -> None:
     assert (one.replayed_rows, two.replayed_rows) == (2 * 3 * 2 + alike, 2 * 7)
 
 
-@pytest.mark.parametrize("kind", ["call", "context"])
+@pytest.mark.parametrize("kind", ["call", "context", "context in a mode that was not checked"])
 def test_another_thread_is_refused_by_name(kind: str) -> None:
     model, inputs, said = moe(), tokens(), []
     routes = routes_of(disturbed(model, 0.2), inputs)
@@ -202,10 +202,12 @@ def test_another_thread_is_refused_by_name(kind: str) -> None:
             if kind == "call":
                 model(inputs)
             else:
-                with record_routes(model):
+                with record_routes(model if kind == "context" else model.train()):
                     pass
         except RoutingError as error:
             said.append(str(error))
+        finally:
+            model.eval()
 
     with torch.no_grad(), replay_routes(model, routes) as replay, record_routes(model) as recording:
         thread = threading.Thread(target=other, name="bystander")

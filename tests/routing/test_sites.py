@@ -1,5 +1,6 @@
 """Where routers are found, and what the self-check makes of routers that no transformers version has yet."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -130,6 +131,25 @@ def test_a_new_router_that_selects_by_topk_just_works() -> None:
 def test_a_new_router_that_does_otherwise_is_refused_by_name(router: type[nn.Module], reason: str) -> None:
     text = rf"gate \({router.__name__}\).*{reason}"
     with pytest.raises(UnsupportedModelError, match=text), record_routes(with_router(router)):
+        pass
+
+
+def test_such_a_router_is_refused_also_where_nothing_but_the_model_holds_it() -> None:
+    model = with_router(Sorting).model
+    model.gate = model.layers[0].mlp.gate
+    for layer in model.layers:
+        layer.mlp = nn.Identity()
+    model.norm.register_forward_pre_hook(lambda _, args: model.gate(*args) and None)
+    with pytest.raises(UnsupportedModelError, match=r"gate \(Sorting\).*without torch.topk"), record_routes(model):
+        pass
+
+
+def test_a_selection_in_a_block_of_several_routers_is_refused() -> None:
+    model = with_router(Sorting)
+    for block in (layer.mlp for layer in model.model.layers):
+        block.second = copy.deepcopy(block.gate)
+        block.register_forward_pre_hook(lambda module, args: module.second(*args) and None)
+    with pytest.raises(UnsupportedModelError, match="around it holds several routers"), record_routes(model):
         pass
 
 
