@@ -2,7 +2,8 @@
 
 Reads the committed tables of docs/results, so that it needs no runs; draws DIR/costs_by_task (what every cause costs),
 DIR/tasks (the main study, also with another router), DIR/fast_router_tasks, DIR/bias_tasks, DIR/old_token_tasks,
-DIR/int4_tasks and DIR/int4_corrections as .pdf, .svg and .png and writes what is drawn beside them as CSV.
+DIR/int4_tasks, DIR/int4_corrections and DIR/int4_corrections_held_out as .pdf, .svg and .png and writes what is drawn
+beside them as CSV.
 """
 
 from collections.abc import Iterator
@@ -100,6 +101,19 @@ CORRECTIONS: Comparisons = {
     name: {EQUATIONS: ("corrections_int4", *arms), "reverse 24 letters": ("corrections_reverse", *arms)}
     for name, arms in CORRECTED.items()
 }
+HELD_OUT: Comparisons = {
+    "GRPO, int4 − fp32 engine": {"reverse 24 letters": ("corrections_held_out", "grpo_int4", "grpo_fp32")},
+    "TIS − none": {
+        "reverse 24 letters": ("corrections_held_out", "tis_int4", "grpo_int4"),
+        "reverse, other seeds": ("corrections_compared", "tis_int4", "grpo_int4"),
+    },
+    "Sequence MIS − none": {"reverse, other seeds": ("corrections_compared", "sequence_mis_int4", "grpo_int4")},
+    "IcePop − none": {"reverse, other seeds": ("corrections_compared", "icepop_int4", "grpo_int4")},
+    "KPop − none": {"reverse 24 letters": ("corrections_held_out", "kpop_int4", "grpo_int4")},
+    "Sequence MIS − TIS": {"reverse, other seeds": ("corrections_compared", "sequence_mis_int4", "tis_int4")},
+    "IcePop − TIS": {"reverse, other seeds": ("corrections_compared", "icepop_int4", "tis_int4")},
+    "KPop − TIS": {"reverse 24 letters": ("corrections_held_out", "kpop_int4", "tis_int4")},
+}
 COSTS: Comparisons = {
     "Selection noise,\n36 % of the slots": everywhere(
         "other_task:grpo_noise02:grpo_replay", "replay_vs_gspo:grpo_noise02:grpo_replay"
@@ -111,6 +125,7 @@ COSTS: Comparisons = {
     "Rollout engine,\nint4 weights": INT4["GRPO, int4 − fp32 engine"],
 }
 """Cause -> task -> GRPO with it less GRPO without it."""
+CORRECTED_TITLE = "Corrections for a rollout engine with int4 weights, the ratio to the old policy throughout"
 FIGURES = {
     "tasks": ("The main study's comparisons with another router and on other tasks.", MAIN),
     "fast_router_tasks": ("Near-tied routers that learn at the full rate, on four tasks.", FAST_ROUTERS),
@@ -120,10 +135,8 @@ FIGURES = {
         LAG | PARTIAL,
     ),
     "int4_tasks": ("A rollout engine with int4 weights, on four tasks.", INT4),
-    "int4_corrections": (
-        "Corrections for a rollout engine with int4 weights, the ratio to the old policy throughout, on two tasks.",
-        CORRECTIONS,
-    ),
+    "int4_corrections": (f"{CORRECTED_TITLE}, on two tasks.", CORRECTIONS),
+    "int4_corrections_held_out": (f"{CORRECTED_TITLE}: reward of the policy that is trained, held out.", HELD_OUT),
 }
 
 
@@ -137,7 +150,8 @@ def figures() -> Iterator[StudyFigure]:
         costs_table(), "costs_by_task", "What each cause costs GRPO, on four tasks.", "GRPO with the cause − without"
     )
     for name, (title, declared) in FIGURES.items():
-        yield claims_figure(published_differences(RESULTS, declared), name, title)
+        measured = "difference of held-out reward" if declared is HELD_OUT else "difference of final reward"
+        yield claims_figure(published_differences(RESULTS, declared), name, title, measured)
 
 
 if __name__ == "__main__":
