@@ -106,6 +106,7 @@ HELD_OUT: Comparisons = {
     "TIS − none": {
         "reverse 24 letters": ("corrections_held_out", "tis_int4", "grpo_int4"),
         "reverse, other seeds": ("corrections_compared", "tis_int4", "grpo_int4"),
+        EQUATIONS: ("corrections_equations", "tis_int4", "grpo_int4"),
     },
     "Sequence MIS − none": {"reverse, other seeds": ("corrections_compared", "sequence_mis_int4", "grpo_int4")},
     "IcePop − none": {"reverse, other seeds": ("corrections_compared", "icepop_int4", "grpo_int4")},
