@@ -56,6 +56,11 @@ LOOKS: dict[str, Look] = {
     "sapo": Look("#8C564B", (0, (7, 2)), "h"),
     "minirl": Look("#4D4D4D", (0, (2, 2)), "*"),
     "ppo": Look("#9A9A9A", "-", "p"),
+    # Corrections for the rollout engine, which stand beside each other.
+    "grpo_tis": Look("#B8860B", (0, (3, 1, 1, 1, 1, 1)), "D"),
+    "grpo_icepop": Look("#5F9EA0", (0, (1.2, 1.2)), "^"),
+    "grpo_seq_mis": Look("#C71585", (0, (5, 1.4, 1.2, 1.4)), "s"),
+    "grpo_kpop": Look("#6B8E23", (0, (1.2, 1.2)), "v"),
 }
 _SPARE = ("#B8860B", "#5F9EA0", "#A0522D", "#708090", "#C71585", "#6B8E23")
 _DASHES = ("-", (0, (5, 1.6)), (0, (5, 1.4, 1.2, 1.4)), (0, (1.2, 1.2)), (0, (3, 1, 1, 1, 1, 1)))
