@@ -26,6 +26,7 @@ from moe_rl.integrations.hf_trainer import ReplayTrainer, Scoring, objective_of,
 from moe_rl.integrations.measures import Minibatch, ProbeBatch
 from moe_rl.integrations.old_policy import KINDS, OldPolicy
 from moe_rl.integrations.trl_sampled import SampledRoutes, refuse_unsampled, replayed_in_chunks
+from moe_rl.measure.engine_routes import refuse_shifted
 from moe_rl.objectives import sequence_log_ratio
 from moe_rl.objectives.bounds import COUNT_OR_NONE
 from moe_rl.routing import RoutedExperts, RoutingError, attach, record_routes, replay_routes
@@ -189,12 +190,13 @@ class _RoutingReplay(ReplayTrainer):
         """Sequences spread over the batch, in chunks as TRL scores them, with what the old policy says of them live.
         Measures how far it is from the engine that sampled them."""
         size, mask = len(scoring.logps), output["completion_mask"] * output.get("tool_mask", 1)
-        if not self._probe_sequences:
-            return []
-        chosen = torch.linspace(0, size - 1, min(self._probe_sequences, size)).round().long()
         sampled: RoutedExperts | None = None
         if self._listening:
             sampled = scoring.routes if self.replay == "R3" else self._sampled.routes(self.model, **scoring.text)
+            refuse_shifted(sampled, scoring.choice, scoring.text["attention_mask"].bool(), self._measures.ranks.sums)
+        if not self._probe_sequences:
+            return []
+        chosen = torch.linspace(0, size - 1, min(self._probe_sequences, size)).round().long()
         probes: list[ProbeBatch] = []
         forced: list[Tensor] = []
         for rows in chosen.split(self.args.per_device_train_batch_size):

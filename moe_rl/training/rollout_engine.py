@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from moe_rl.measure.engine_routes import refuse_shifted
 from moe_rl.measure.metrics import change_metrics
 from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.rollout import Rollout
@@ -285,7 +286,12 @@ def engine_rows(
     The last token of a response has no route of the engine's and counts in no change rate. Of a partial rollout only
     the tokens that the current weights wrote count: the others differ by more than the engine. Their replayed scores
     still follow older versions' routes at the tokens before them.
+
+    Raises:
+        RoutingError: the engine's routes are shifted by one token.
     """
+    assert batch.rollout_routes is not None
+    refuse_shifted(batch.rollout_routes, batch.routes, batch.attention_mask)
     mask = batch.completion_mask
     if batch.versions is not None:
         mask = mask & (batch.versions == batch.step)

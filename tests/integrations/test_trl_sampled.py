@@ -262,6 +262,20 @@ def test_routes_of_another_length_are_an_error(tmp_path):
         make(routing_replay(GRPOTrainer), tmp_path, options={"replay": "R3", "rollout_func": short}).train()
 
 
+@pytest.mark.parametrize("options", [{"replay": "R3"}, {"replay": "none", "measure_engine": True}])
+def test_routes_that_are_shifted_by_one_token_are_an_error(options, tmp_path):
+    """They have the right shape and replay at a fraction of 1."""
+    engine = Engine()
+    engine.model = build_tiny(TINY, TOKENIZER)  # the policy itself
+
+    def shifted(prompts, trainer):
+        found = engine.answer(prompts, trainer)
+        return {**found, "routed_experts": [np.roll(array, 1, axis=0) for array in found["routed_experts"]]}
+
+    with pytest.raises(RoutingError, match="shifted by one token: row t holds those of token t-1"):
+        trained(routing_replay(GRPOTrainer), tmp_path, options={**options, "rollout_func": shifted})
+
+
 def test_without_an_engine_it_is_refused(tmp_path):
     with pytest.raises(RoutingError, match="here the trained model itself samples"):
         make(routing_replay(GRPOTrainer), tmp_path, options={"replay": "R3"})

@@ -270,11 +270,23 @@ class StopsListening(Wrong):
         return weights if version < 1 else {k: v.clone() for k, v in self.model.state_dict().items()}
 
 
-class BreaksDown(Wrong):
-    """Right at first; from step 1 on one tensor arrives as NaN."""
-
+class BreaksDown(Wrong):  # right at first; from step 1 on one tensor arrives as NaN
     def distort(self, weights, version):
         return weights if version < 1 else {**weights, "lm_head.weight": weights["lm_head.weight"] * float("nan")}
+
+
+class ShiftsRoutes(HuggingFaceEngine):
+    """Says of every token but the first what the routers chose for the one before it."""
+
+    def sample(self, *args, **options):
+        rollout = super().sample(*args, **options)
+        if rollout.routes is not None:  # None: the probe of a sync
+            ids = rollout.routes.ids
+            for row, real in zip(ids, rollout.attention_mask, strict=True):
+                routed = real.nonzero()[:-1, 0]
+                row[routed] = row[routed].roll(1, 0)
+            rollout = replace(rollout, routes=rollout.routes.with_ids(ids, rollout.input_ids))
+        return rollout
 
 
 def engine_is(monkeypatch, kind):
@@ -378,3 +390,10 @@ def test_of_many_tensors_one_of_each_kind_is_tried_at_different_depths():
 def test_what_cannot_run_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         validate(config)
+
+
+def test_routes_that_are_shifted_by_one_token_stop_the_run(state_of, tmp_path, monkeypatch):
+    engine_is(monkeypatch, ShiftsRoutes)
+    state = state_of(changed({"kind": "hf", "dtype": "float32"}, {"replay": "R3"}), tmp_path)
+    with pytest.raises(RoutingError, match="shifted by one token: row t holds those of token t-1"):
+        collect_batch(state)
