@@ -1,5 +1,6 @@
 """What is measured inside others' trainers: metrics of an update, a probe after it; for their log and for our rows."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -175,7 +176,7 @@ class Measures:
         """
         own, tokens = RoutedExperts.cat([p.routes for p in probes]), torch.cat([p.tokens for p in probes])
         counts = self.ranks.counts(change_counts(sampled, own, tokens, pair="engines"))
-        self.log["routing/engine_slot_change"].append(counts.rates()["slot_change"])
+        self._say("engine_slot_change", counts.rates()["slot_change"])
         rows: dict[str, dict[str, Any]] = {"engines": change_metrics(counts)}
         silent = self.ranks.sums(torch.tensor([sampling_logps is None]).long())  # all processes gather, or none
         if sampling_logps is not None and not silent.any():
@@ -186,7 +187,7 @@ class Measures:
                 gaps = engine_metrics(self.ranks.rows(logps), sampling, mask)
                 rows[pair] = {**gaps, **rows.get(pair, {})}
                 for name in GAPS:
-                    self.log[f"routing/engine_{name}{suffix}"].append(float(gaps[name]))
+                    self._say(f"engine_{name}{suffix}", float(gaps[name]))
         if self.writer is not None and self.step is not None:
             for pair, row in rows.items():
                 self.writer.engine(self.step, pair, **row)
@@ -200,10 +201,10 @@ class Measures:
             return
         rows = self.ranks.sums(torch.tensor([[p.replayed_rows, p.routed_rows] for p in parts]).sum(0)).tolist()
         if rows[1]:  # else no sequence of the update came with routes: nothing was to be replayed, which is no 0
-            self.log["routing/replayed_fraction"].append(rows[0] / rows[1])
+            self._say("replayed_fraction", rows[0] / rows[1])
         first = [p.first_change for p in parts if p.first_change is not None]
         if first:
-            self.log["routing/first_change"].append(self.ranks.most(max(first)))
+            self._say("first_change", self.ranks.most(max(first)))
         longest = max(p.mask.shape[1] for p in parts)
         old, new, mask = (
             torch.cat([nn.functional.pad(x, (0, longest - x.shape[1])) for x in tensors])
@@ -235,6 +236,11 @@ class Measures:
             row |= {"clipped_sequences": int(clipped[1])} if self.sequence_clip else {}
         self.writer.update(self.step, update, **row)
 
+    def _say(self, name: str, value: float) -> None:
+        """Into the trainer's log, but for NaN, of no token or a single one: the log's mean would be NaN, too."""
+        if not math.isnan(value):
+            self.log[f"routing/{name}"].append(value)
+
     def probed(self, update: int, counts: ChangeCounts, metrics: dict[str, Any]) -> None:
         """What `measure` found after the update."""
         rates = counts.rates()
@@ -243,7 +249,7 @@ class Measures:
         tokens = counts.tokens_total
         found["f2_natural"] = int(metrics["extreme_2_natural"]) / tokens if tokens else float("nan")
         for name, value in found.items():
-            self.log[f"routing/{name}"].append(float(value))
+            self._say(name, float(value))
         if self.writer is not None and self.step is not None:
             self.writer.probe(self.step, update, **metrics)
 

@@ -1,5 +1,6 @@
 """What is measured over several processes, with a second one that is played."""
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_rl.integrations.measures import Measures, Minibatch, ProbeBatch, Ranks
-from moe_rl.routing import RoutedExperts
+from moe_rl.integrations.measures import Measures, Minibatch, ProbeBatch, Ranks, measure
+from moe_rl.policy import TinyConfig, build_tiny, char_tokenizer
+from moe_rl.routing import RoutedExperts, record_routes
 
 
 def beside(gathered=None, reduced=None):
@@ -60,3 +62,23 @@ def test_no_process_waits_for_log_probabilities_that_another_does_not_have():
     probe = ProbeBatch(lambda: (torch.zeros(1, 2), None), torch.ones(1, 2).long(), torch.zeros(1, 2), routes)
     measures.engine(routes, [probe], torch.zeros(1, 2), torch.zeros(1, 2))
     assert "routing/engine_slot_change" in log and "routing/engine_k3" not in log
+
+
+def test_a_probe_without_a_token_leaves_the_mean_of_the_log_alone():
+    """TRL logs means: one NaN would hide the other batches' values."""
+    log = defaultdict(list)
+    measures = Measures(Ranks(beside()), log, sequence_clip=False)
+    tiny = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8)
+    model, tokens = build_tiny(tiny, char_tokenizer("0123456789+=^$")), torch.tensor([[3, 4, 5, 6], [7, 8, 9, 3]])
+
+    def score():
+        logits = model(input_ids=tokens).logits
+        return logits.log_softmax(-1)[:, 1:-1].gather(2, tokens[:, 2:, None])[..., 0], None
+
+    with torch.no_grad(), record_routes(model) as recording:
+        logps = score()[0]
+    for mask in (torch.zeros(2, 2).long(), torch.ones(2, 2).long()):
+        probe = ProbeBatch(score, mask, logps, recording.routes)
+        measures.probed(1, *measure(model, [probe], measures.ranks))
+    assert log["routing/slot_change"] == log["routing/var_token_natural"] == log["routing/f2_natural"] == [0.0]
+    assert not [name for name, values in log.items() if any(map(math.isnan, values))]
