@@ -52,7 +52,7 @@ CAUSES: dict[str, dict[str, Declared]] = {
         **{method: ("methods_bias", method, "grpo") for method in OTHERS if method != "gspo"},
         "dppo": ("methods_bias", "dppo_tv", "grpo"),
     },
-    "Old tokens,\nof four versions": {
+    "Responses of\nseveral versions": {
         "gone": ("methods_stale", "grpo", "grpo_partial"),
         "replay": ("partial_rollouts", "grpo_partial_r2", "grpo_partial"),
         "writer": ("partial_rollouts_anchor", "grpo_partial_rollout", "grpo_partial"),

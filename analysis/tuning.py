@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from moe_rl.files import write_atomic
 from moe_rl.study import StudyData, load
 from moe_rl.study.curves import TIE
 from moe_rl.study.data import declared_arms
@@ -61,7 +62,6 @@ if __name__ == "__main__":
         parser.exit(1, f"{error}\n")
     print(table.round(3).to_string())
     if given.csv:
-        given.csv.parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(given.csv)
+        write_atomic(given.csv, table.to_csv())
     if table["open"].any():
         print("Settings that are `open` need their other seeds before anything is chosen.")

@@ -110,11 +110,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 1:
         parser.error(f"--steps: at least 1, got {options.steps}")
+    if options.seed < 0:
+        parser.error(f"--seed: at least 0, got {options.seed}")
     torch.set_num_threads(1)  # the fastest for a model this small
     task = make_task(TaskConfig())
-    policy, tokenizer = load_policy(
-        seeded(ModelConfig(), options.seed), task
-    )  # a tiny Qwen3-MoE; its cold start takes a minute
+    # A tiny Qwen3-MoE; its cold start takes a minute.
+    policy, tokenizer = load_policy(seeded(ModelConfig(), options.seed), task)
     how = {
         "replay": not options.no_replay,
         "scoring": not options.no_scoring,

@@ -287,6 +287,7 @@ def test_a_vllm_that_another_machine_lends_serves_one_run_at_a_time(study, monke
         (["study", "QUICK"], "no study of that name comes with moe_rl; did you mean 'quick'"),
         (["study", "micro.yaml", "--output", "micro.yaml"], "micro.yaml: a folder is needed there, and it is a file"),
         (["run", "micro.yaml", "--seed", "one"], "moe-rl run micro.yaml --help"),
+        (["run", "micro.yaml", "--arm", "grpo", "--seed", "-1"], "error: seed: expected a whole number of at least 0"),
         (["run", "micro.yaml", "--arm", "gsop"], "unknown arm 'gsop' in study 'micro'; did you mean 'gspo'"),
         (["run", "micro.yaml", "--arm", "grpo", "--optim.num-minibatches", "3"], "must divide rollout.prompts"),
         (["run", "micro.yaml", "--arm", "grpo", "--task.name", "mod_chian"], "did you mean 'mod_chain'"),

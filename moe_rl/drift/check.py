@@ -23,7 +23,7 @@ from moe_rl.drift.route_check import RouteCheck, check_routes
 from moe_rl.measure.arithmetic import CannotRun
 from moe_rl.measure.noise_floor import first_line, rounded_copy
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
-from moe_rl.policy.models import check_path, taken_for_hub_id, vocabulary_of
+from moe_rl.policy.models import found_path, taken_for_hub_id, vocabulary_of
 from moe_rl.policy.tiny import ModelError
 from moe_rl.routing import UnsupportedModelError, routing_sites
 from moe_rl.routing.arrays import pad_left_aligned
@@ -83,7 +83,7 @@ def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
 def _loaded(options: CheckOptions, device: torch.device) -> tuple[Any, int]:
     check_dtype(options.dtype)
     try:
-        sites_of(check_path(options.model))  # a dense model is refused before its weights are read
+        sites_of(found_path(options.model))  # a dense model is refused before its weights are read
     except (ModelError, ValueError) as error:
         more = "" if isinstance(error, ModelError) else taken_for_hub_id(options.model)
         raise DriftError(f"--model: {str(error).removeprefix('model.path: ')}{more}") from error

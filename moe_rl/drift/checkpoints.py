@@ -22,7 +22,8 @@ from moe_rl.measure.noise_floor import free_bytes
 from moe_rl.policy.models import (
     DTYPES,
     ModelConfig,
-    check_path,
+    but_holds,
+    found_path,
     load_model,
     load_tokenizer,
     pad_within,
@@ -87,6 +88,7 @@ def _inside(path: str, alone: bool) -> list[str]:
     if not children:
         raise DriftError(
             f"{folder.absolute()} holds no checkpoint (no config.json or {CONFIG} in it, nor in a folder right inside)"
+            f"{but_holds(folder)}"
         )
     return [str(child) for child in children]
 
@@ -298,7 +300,7 @@ def _check_weights(which: str, path: str, name: str | None = None) -> None:
 def _skeleton(which: str, path: str, trust_remote_code: bool) -> Any:
     """The model without weights, which are there."""
     with named(which):
-        path = check_path(path)
+        path = found_path(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):

@@ -48,7 +48,7 @@ def drift(arguments: list[str]) -> None:
     options = replace(options, checkpoints=tuple(paths))
     if len(paths) == 2:
         sampled = "responses once all are sampled (samples.jsonl) and " if options.sample else ""
-        kept = f"nothing was written, but {sampled}numbers once all are measured (drift.json): OUTPUT.partial"
+        kept = f"nothing was written but OUTPUT.partial, which has {sampled}numbers once all are measured (drift.json)"
         with ending(kept, always=True):
             folder = run_drift(options)
         say(folder)

@@ -72,7 +72,7 @@ class CheckOptions:
     """.safetensors (RoutedExperts.save, or tokens and routed_experts), .npz, .jsonl (a sequence per line), .pt (a dump
     of slime) or .parquet (routes of a run folder)."""
     model: str
-    """The model that the routes are said to be of: a folder in hub format or a hub id."""
+    """The model that the routes are said to be of: a folder in hub format, a run folder or a hub id."""
     batch_size: int = 4
     """Sequences per forward."""
     max_sequences: int = 64
@@ -127,7 +127,7 @@ class FloorOptions:
     padding, decoding, dtype, experts implementation, merged adapters; and how much of it is routing."""
 
     model: Annotated[str, Positional, arg(metavar="MODEL")]
-    """A folder in hub format, a hub id, or a folder of LoRA adapters (PEFT)."""
+    """A folder in hub format, a run folder, a hub id, or a folder of LoRA adapters (PEFT)."""
     prompts: Path
     """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]} or
     tokens (samples.jsonl of moe-rl drift); the same as columns of a .parquet; or a .txt of one text per line.

@@ -15,10 +15,12 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from moe_rl.drift.checkpoints import CHECKPOINT
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.prompts import Text
 from moe_rl.drift.words import model_sentence
 from moe_rl.files import sole_writer
+from moe_rl.names import seed_of
 from moe_rl.pages import render_page
 from moe_rl.starts import version_of
 from moe_rl.study.figures.saving import StudyFigure
@@ -67,7 +69,11 @@ def place_of(path: str) -> Path:
 
 
 def _short(place: Path, parts: int) -> str:
-    """The last parts of a path or hub id, as a file name."""
+    """The last parts of a path or hub id, as a file name; a run's seed never without its arm: every arm has that seed,
+    and runs/floor/seed0 would pass for a run of the study runs."""
+    run = place.parent if place.name == CHECKPOINT else place
+    if seed_of(run) is not None:
+        parts = max(parts, len(place.parts) - len(run.parts) + 2)
     return re.sub(r"[^\w.-]+", "-", "-".join(place.parts[-parts:])).strip("-") or "model"
 
 

@@ -14,6 +14,7 @@ from moe_rl.drift.checkpoints import Checkpoints
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.prompt_files import FORMS, is_chat, kind_of, rows
 from moe_rl.measure.scoring import TokenBatch
+from moe_rl.rollout.task import token_ids
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def tokenised(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
 
 
 def _ids(tokenizer: Any, text: str, special: bool = True) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=special)["input_ids"]) if text else []
+    return list(token_ids(tokenizer, text, add_special_tokens=special)) if text else []
 
 
 def _open_ids(tokenizer: Any, prompt: str) -> list[int]:

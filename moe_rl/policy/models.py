@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -210,18 +212,39 @@ def check_path(path: str) -> str:
         if not (folder / "config.json").is_file() and (folder / "checkpoint" / "config.json").is_file():
             folder /= "checkpoint"
         if not (folder / "config.json").is_file():
-            raise ModelError(f"model.path: {folder.absolute()} holds no model (no config.json){but_adapters(folder)}")
+            raise ModelError(f"model.path: {folder.absolute()} holds no model (no config.json){but_holds(folder)}")
         return str(folder)
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelError(f"model.path: there is no folder {folder.absolute()} (a hub id would look like owner/name)")
     return path
 
 
-def but_adapters(folder: Path) -> str:
-    """To be added to what is said of a folder without a model: empty if it holds no LoRA adapters, of PEFT."""
-    if not (folder / "adapter_config.json").is_file():
-        return ""
-    return " but LoRA adapters: merge them into their model first (PEFT's merge_and_unload, then save_pretrained)"
+def found_path(path: str) -> str:
+    """`check_path`, for a model that is loaded next. Raises ModelError also for a hub id that was never downloaded, if
+    no hub answers: transformers would repeat each of its requests for 23 seconds before it says so."""
+    path = check_path(path)
+    if Path(path).is_dir() or try_to_load_from_cache(path, "config.json"):
+        return path
+    try:
+        get_hf_file_metadata(hf_hub_url(path, "config.json"))
+    except HfHubHTTPError:
+        pass  # the hub answered; what is wrong is said where the model is loaded
+    except Exception as error:  # what connections raise depends on the version of huggingface_hub
+        raise ModelError(
+            f"model.path: cannot load {path}{taken_for_hub_id(path)}, which is not among the downloaded models "
+            f"({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} does not answer ({_brief(error)})"
+        ) from error
+    return path
+
+
+def but_holds(folder: Path) -> str:
+    """To be added to what is said of a folder without a model: empty if it holds neither LoRA adapters, of PEFT, nor
+    run folders."""
+    if (folder / "adapter_config.json").is_file():
+        return " but LoRA adapters: merge them into their model first (PEFT's merge_and_unload, then save_pretrained)"
+    runs = [path.parents[1].name for path in folder.glob("*/checkpoint/config.json")]
+    named = ", ".join(sorted(runs, key=lambda name: (len(name), name)))  # seed2 before seed10
+    return f" but runs, of which one has to be named: {named}" if runs else ""
 
 
 def taken_for_hub_id(path: str) -> str:
@@ -235,7 +258,7 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
     dropout and router jitter are off, which a warning says. Of a run with `model.lora`: with its adapters merged.
 
     Raises ModelError, also for missing weights, and for a run's checkpoint that is not what was written."""
-    path = check_path(path)
+    path = found_path(path)
     wrong = changed_since(Path(path), "state.json", COLD_START)
     if wrong:
         raise ModelError(f"model.path: {wrong}")
@@ -293,7 +316,7 @@ def has_tokenizer(folder: Path) -> bool:
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """Its tokenizer, padding on the left, with a padding token. Raises ModelError where there is no usable one."""
     folder = Path(path).expanduser()
-    path = str(folder) if has_tokenizer(folder) else check_path(path)
+    path = str(folder) if has_tokenizer(folder) else found_path(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, padding_side="left")
         if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # some classes come up empty without their files

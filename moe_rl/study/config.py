@@ -93,6 +93,8 @@ class StudyConfig:
         """The full configuration of one run. Raises ConfigError for an unknown arm or values that cannot run."""
         if arm not in self.arms:
             raise ConfigError(f"unknown arm {arm!r} in study {self.name!r}{nearest(arm, self.arms)}")
+        if refusal := SEED.refusal("seed", seed):  # before the model's, which follow from it
+            raise ConfigError(refusal)
         merged = laid_over(dataclasses.asdict(self.base), self.arms[arm].changes)
         config = build(RunConfig, {**merged, "seed": seed}, f"arms.{arm}")
         config = dataclasses.replace(config, model=seeded(config.model, seed))

@@ -112,7 +112,7 @@ def check_place(study: StudyConfig, place: Path) -> None:
     for path in sorted(place.iterdir()) if place.is_dir() else ():
         ours = path.name in RESERVED or path.name.startswith((".", ROUNDING)) or seeds_in(path)
         if not ours:
-            raise ConfigError(f"{place} holds no study, and {path.name}. {remedy}")
+            raise ConfigError(f"{place} holds no study (no study.yaml) but {path.name}. {remedy}")
 
 
 def check_other_seeds(study: StudyConfig, place: Path) -> None:

@@ -103,6 +103,8 @@ class State:
 
     def close(self) -> None:
         """The run is over: tell the tracker, if there is one, and free the rollout engine."""
-        for tracker in self.ranks.trackers:
-            tracker.finish()
-        self.engine.close()
+        try:
+            for tracker in self.ranks.trackers:
+                tracker.finish()
+        finally:  # also if a tracker fails: an engine may hold a GPU or processes
+            self.engine.close()

@@ -7,8 +7,9 @@ import shutil
 import pytest
 import torch
 from drift_models import ALPHABET, build, refused, save
+from huggingface_hub import constants
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DbrxConfig, DbrxForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, DbrxConfig, DbrxForCausalLM
 
 from moe_rl.checks import unreadable_weights
 from moe_rl.cli import main
@@ -209,10 +210,7 @@ def test_settings_within_others_are_named_by_themselves_and_another_top_k_is_ref
 
 
 def test_a_mistyped_folder_that_could_be_a_hub_id_is_named(saved, prompts, tmp_path, monkeypatch, capsys):
-    def offline(*_, **__):
-        raise OSError("We couldn't connect")
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     said = f"there is no folder {tmp_path}/runs/mistyped, so it was taken for a hub id"
     (tmp_path / "x.npz").write_bytes(b"")

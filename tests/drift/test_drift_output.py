@@ -30,6 +30,8 @@ def test_output_is_named_after_the_pair_replaced_and_never_someone_elses(
     assert "holds notes.txt, which this command does not write" in refused(capsys, "drift", *pair, "--prompts", prompts)
     assert (output / "notes.txt").read_text() == "mine"
     assert short_names(["a/step_1/hf", "a/step_2/hf"]) == ["step_1-hf", "step_2-hf"]
+    assert short_names(["runs/x/grpo/seed0"]) == ["grpo-seed0"], "runs/floor/seed0 would pass for a run"
+    assert short_names(["x/grpo/seed0/checkpoint", "x/gspo/seed0"]) == ["grpo-seed0-checkpoint", "gspo-seed0"]
     assert short_names(["old", "./old/", "new"]) == ["old", "old", "new"]
     assert short_names(["base", "step 1", "step-1"]) == ["1-base", "2-step-1", "3-step-1"], "a table needs them unequal"
     (tmp_path / "mine").mkdir()
@@ -103,7 +105,7 @@ def test_what_was_measured_outlives_an_error_of_the_figures(saved, prompts, tmp_
     whole = run_drift(DriftOptions(tuple(map(str, saved("qwen3_moe"))), prompts, tmp_path / "whole"))
     monkeypatch.setattr(run, "draw", full_disk)
     error = refused(capsys, "drift", *saved("qwen3_moe"), "--prompts", prompts, "--output", tmp_path / "out")
-    assert "numbers once all are measured (drift.json): OUTPUT.partial" in error
+    assert "nothing was written but OUTPUT.partial, which has numbers once all are measured (drift.json)" in error
     left, tables = tmp_path / "out.partial", {path.name for path in whole.glob("*.parquet")}
     assert {path.name for path in left.iterdir()} == {"drift.json", *tables} and "tokens.parquet" in tables
     results = (json.loads((folder / "drift.json").read_text()) for folder in (left, whole))

@@ -136,7 +136,7 @@ def test_plain_text_and_parquet_are_read_as_their_jsonl(tokenizer, tmp_path):
     assert found[0] == found[1] and len(found[0]) == 3
     assert sum(check_file(tmp_path / "a.parquet", tokenizer).kinds.values()) == 3
     (tmp_path / "a.txt").write_bytes("\ufeffabcd\r\n\n{bc\n".encode())  # a brace makes no JSON of it
-    with pytest.raises(DriftError, match=r"a\.txt line 3 cannot be tokenised"):
+    with pytest.raises(DriftError, match=r"a\.txt line 3 cannot be tokenised: .*: it lacks '\{'"):
         list(text_of(tmp_path / "a.txt", tokenizer).examples())
     (tmp_path / "a.txt").write_bytes(b"abcd\r\n\nbc")
     plain = list(text_of(tmp_path / "a.txt", tokenizer).examples())

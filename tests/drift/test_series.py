@@ -183,6 +183,8 @@ def test_what_the_arguments_mean(folder, tmp_path, tokenizer, prompts, capsys):
     save(build("granitemoe", tokenizer), tokenizer, ours / "checkpoint")
     assert chosen([str(ours), inside[0]]) == [str(ours / "checkpoint"), inside[0]]
     (tmp_path / "empty").mkdir()
+    (tmp_path / "arm" / "seed0" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "arm" / "seed0" / "checkpoint" / "config.json").write_text("{}")
     lora = [tmp_path / "lora" / f"checkpoint-{step}" for step in (9, 10)]
     for adapters in lora:
         adapters.mkdir(parents=True)
@@ -191,6 +193,7 @@ def test_what_the_arguments_mean(folder, tmp_path, tokenizer, prompts, capsys):
     assert chosen([inside[0], str(tmp_path / "lora")]) == [inside[0], *map(str, lora)]
     for given, message in (
         ([str(tmp_path / "empty")], r"holds no checkpoint .*right inside\)$"),
+        ([str(tmp_path / "arm")], "arm holds no checkpoint .*but runs, of which one has to be named: seed0"),
         ([inside[0]], "there is only"),
         ([], "none"),
     ):

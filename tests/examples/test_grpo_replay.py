@@ -21,11 +21,15 @@ def example():
     return module
 
 
-def test_no_steps_are_refused_before_the_cold_start(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["grpo_replay.py", "--steps", "0"])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--steps", "0", "--steps: at least 1, got 0"), ("--seed", "-1", "--seed: at least 0, got -1")],
+)
+def test_no_steps_and_no_seed_are_refused_before_the_cold_start(monkeypatch, capsys, option, value, message):
+    monkeypatch.setattr("sys.argv", ["grpo_replay.py", option, value])
     with pytest.raises(SystemExit):
         example().main()
-    assert "--steps: at least 1, got 0" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_it_offers_the_methods_that_it_makes():

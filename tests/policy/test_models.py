@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import socket
+import threading
 from dataclasses import replace
 
 import pytest
@@ -81,16 +83,45 @@ def test_a_folder_that_is_not_there(path):
         load(path)
 
 
-def test_a_hub_model_that_cannot_be_reached_is_named(monkeypatch):
+def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(monkeypatch, tmp_path):
+    """transformers would ask for each file six times more, in 23 seconds."""
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"model.path: cannot load nobody/nothing"):
-        load("nobody/nothing")
+    asked = []
+
+    def hang_up():
+        while True:
+            try:
+                connection, address = hub.accept()
+            except OSError:  # closed: the test is over
+                return
+            asked.append(address)
+            connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        thread = threading.Thread(target=hang_up, daemon=True)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/{revision}/{filename}")
+        monkeypatch.setenv("NO_PROXY", "*")
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ModelError) as refused:
+            load("nobody/nothing")
+    assert len(asked) <= 2, "a connection that breaks off is made once more"
+    assert str(refused.value).startswith(
+        f"model.path: cannot load nobody/nothing; there is no folder {tmp_path}/nobody/nothing, so it was taken for a "
+        f"hub id, which is not among the downloaded models ({constants.HF_HUB_CACHE}), and {endpoint} does not answer ("
+    )
 
 
 def test_a_folder_without_a_model(tmp_path):
-    with pytest.raises(ModelError, match=r"holds no model \(no config.json\)"):
+    with pytest.raises(ModelError, match=r"holds no model \(no config.json\)$"):
+        load(tmp_path)
+    for name in ("seed10", "seed2"):
+        (tmp_path / name / "checkpoint").mkdir(parents=True)
+        (tmp_path / name / "checkpoint" / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"but runs, of which one has to be named: seed2, seed10$"):
         load(tmp_path)
 
 

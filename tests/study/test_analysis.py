@@ -1,5 +1,7 @@
 """The script that draws figures and the notebook: each runs as it is."""
 
+import errno
+import os
 import runpy
 import shutil
 import sys
@@ -115,6 +117,25 @@ def test_a_gain_of_exactly_what_is_asked_is_enough():
     choose = runpy.run_path(str(ROOT / "analysis" / "tuning.py"))["choose"]
     index = pd.MultiIndex.from_product([["grpo"], ["default", "better"]], names=["method", "label"])
     assert choose(pd.DataFrame([(0.80, 0.80), (0.85, 0.85)], index=index))["chosen"].tolist() == [False, True]
+
+
+def test_the_tunings_table_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    folder = write_study(tmp_path / "tuning", ("grpo",), (0, 1), 2, tokens_every=9)
+    for run in folder.glob("*/seed*"):
+        add_rows(run, {"kind": "eval", "step": 2, "reward": 0.5, "reward_n": 9})
+    table = tmp_path / "tables" / "tuning.csv"
+    monkeypatch.setattr(sys, "argv", ["tuning.py", str(folder), "--csv", str(table)])
+    runpy.run_path(str(ROOT / "analysis" / "tuning.py"), run_name="__main__")
+    assert pd.read_csv(table)["chosen"].tolist() == [True]
+    table.write_text("before")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        runpy.run_path(str(ROOT / "analysis" / "tuning.py"), run_name="__main__")
+    assert [path.read_text() for path in table.parent.iterdir()] == ["before"]
 
 
 def test_a_dose_that_has_not_begun_is_missing_from_the_score(tmp_path):

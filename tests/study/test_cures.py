@@ -29,6 +29,10 @@ def test_a_questions_list_has_the_studies_that_its_figure_draws(question, name, 
     assert {study for of in cells.values() for study, *_ in of.values()} <= set(listed)
 
 
+def test_a_cause_has_one_name_in_both_figures(script):
+    assert list(script["CAUSES"]) == list(runpy.run_path(str(ROOT / "analysis" / "tasks.py"))["COSTS"])
+
+
 def test_comparisons_have_the_sign_of_method_less_grpo():
     table = pd.read_csv(ROOT / "docs/results/methods_router/comparisons.csv").set_index(["arm", "other"])
     declared = table.loc[("grpo", "grpo_tenth")]

@@ -343,7 +343,8 @@ def test_a_study_writes_into_its_own_folder_alone(tmp_path):
         (tmp_path / name).mkdir()
     check_place(study, tmp_path)
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(ConfigError, match=r"holds no study, and thesis.tex. Nothing was overwritten: choose another"):
+    said = r"holds no study \(no study.yaml\) but thesis.tex. Nothing was overwritten: choose another"
+    with pytest.raises(ConfigError, match=said):
         check_place(study, tmp_path)
     (tmp_path / "study.yaml").write_text(dump_study(study))
     check_place(study, tmp_path)

@@ -8,6 +8,7 @@ from accelerate import tracking
 from accelerate.tracking import GeneralTracker
 from micro import MICRO
 
+from moe_rl.rollout.engine import ModelEngine
 from moe_rl.training import trackers, train
 from moe_rl.training.trackers import TrackerError
 
@@ -73,6 +74,18 @@ def test_a_tracker_is_told_of_the_end_when_a_run_fails(fake, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(replace(TWO, tracker="trackio"), tmp_path, listener=stop)
     assert fake.runs[0].finished
+
+
+def test_a_tracker_that_fails_at_the_end_leaves_no_rollout_engine_open(fake, monkeypatch, tmp_path):
+    def fail(self):
+        raise ConnectionError("the tracker's server is gone")
+
+    closed = []
+    monkeypatch.setattr(Fake, "finish", fail)
+    monkeypatch.setattr(ModelEngine, "close", lambda self: closed.append(self))
+    with pytest.raises(ConnectionError, match="server is gone"):
+        train(replace(TWO, optim=replace(TWO.optim, steps=1), tracker="trackio"), tmp_path)
+    assert len(closed) == 1
 
 
 def test_off_by_default(fake, tmp_path):
