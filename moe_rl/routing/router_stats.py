@@ -1,5 +1,6 @@
 """How routers behave: the load of their experts and its balance, the margins and divergences of their scores."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -69,7 +70,7 @@ def effective_sets(
     for rows in ids.unbind(1):
         rows = rows[(rows >= 0).all(-1)].sort(-1).values
         shares = torch.unique(rows, dim=0, return_counts=True)[1].double() / len(rows)
-        found.append(torch.special.entr(shares).sum().exp() if len(rows) else shares.new_tensor(torch.nan))
+        found.append(torch.special.entr(shares).sum().exp() if len(rows) else shares.new_full((), torch.nan))
     return torch.stack(found)
 
 
@@ -160,7 +161,7 @@ def router_js(old_logits: Float[Tensor, "*rows E"], new_logits: Float[Tensor, "*
     """Jensen-Shannon divergence ½KL(p_old||m) + ½KL(p_new||m), m = (p_old + p_new)/2; nats, in [0, ln 2]."""
     old, new = _log_softmax(old_logits), _log_softmax(new_logits)
     never = (old == -torch.inf) & (new == -torch.inf)
-    middle = torch.logaddexp(old.masked_fill(never, 0), new.masked_fill(never, 0)) - torch.log(old.new_tensor(2.0))
+    middle = torch.logaddexp(old.masked_fill(never, 0), new.masked_fill(never, 0)) - math.log(2)
     return 0.5 * (_divergence(old, middle) + _divergence(new, middle))
 
 
