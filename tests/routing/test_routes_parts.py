@@ -62,6 +62,17 @@ def test_select_reorders_sites():
     assert torch.equal(part.tokens, routes.tokens)
 
 
+def test_the_sites_with_few_experts_are_routes_like_any_others(tmp_path):
+    """The packed dtype is that of the most experts; a part that kept it was saved and could not be loaded, and -1 of
+    one dtype became 255 of the other when it was joined with routes of its own width."""
+    both = RoutedExperts([[[[1, 2], [300, 4]], [[-1, -1], [5, 6]]]], SITES, [4, 512])
+    part, few = both.select(0), RoutedExperts([[[[1, 2]], [[-1, -1]]]], SITES[:1], 4)
+    assert part.equal(few) and part.packed.dtype == torch.uint8
+    assert RoutedExperts.cat([part, few]).ids.tolist() == 2 * few.ids.tolist()
+    part.save(tmp_path / "part.safetensors")
+    assert RoutedExperts.load(tmp_path / "part.safetensors").equal(few)
+
+
 def test_a_part_without_the_live_rows_has_none():
     ids = random_ids(1, 3, 2, 2, 8)
     ids[0, 2, 1] = -1
