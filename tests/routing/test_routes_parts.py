@@ -31,6 +31,7 @@ from moe_rl.routing.routes import RoutedExperts
         (slice(None, None, -1), [2, 1, 0]),
         ([], []),
         (np.array([2, 1]), [2, 1]),
+        (np.argsort([5, 7, 6])[::-1], [1, 2, 0]),
         (torch.tensor([2, 1], dtype=torch.uint8), [2, 1]),  # ids of rows, which torch would take for a mask
     ],
 )
