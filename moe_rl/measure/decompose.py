@@ -154,9 +154,11 @@ def decompose(
     Raises:
         RoutingError: routing sites, expert counts or experts per token differ.
         UnsupportedModelError: not a Mixture-of-Experts whose routing can be recorded.
-        ValueError: as `token_logps`; the first token of a sequence is to be measured.
+        ValueError: as `token_logps`; the first token of a sequence is to be measured; there is no token at all.
     """
     text = TokenBatch(input_ids, attention_mask, completion_mask, temperature)
+    if not input_ids.numel():
+        raise ValueError(f"input_ids: no tokens to score, got shape {tuple(input_ids.shape)}")
     check_measured(text)
     parts = []
     if batch_size is not None and batch_size < 1:

@@ -7,10 +7,12 @@ to one number per token chunk by chunk (`moe_rl.measure.head`), and hands the mo
 """
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -85,6 +87,7 @@ def token_logps(
             temperature or chunk size is not positive; the model has no load-balancing loss; `shared` is of another
             batch, or something is asked of the model's outputs that rows of several responses do not have.
         TypeError: `model` holds no transformers model with an output head.
+        RuntimeError: another thread is in `token_logps` of this model.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -165,8 +168,11 @@ def _through_head(
     weight is whole: FSDP2 has just gathered it."""
     B, T = inputs["input_ids"].shape
     results: list[tuple[Tensor, Tensor | None]] = []
+    caller = threading.get_ident()
 
-    def stand_in(hidden: Tensor) -> Tensor:
+    def reduced(hidden: Tensor) -> Tensor:
+        if threading.get_ident() != caller:  # another forward of this model
+            return F.linear(hidden, head.weight, head.bias)
         if hidden.shape[:2] != (B, T):
             raise RuntimeError(
                 f"the output head received states of shape {tuple(hidden.shape)} for {B} x {T} tokens; "
@@ -177,8 +183,10 @@ def _through_head(
         results.append((logps, entropies))
         return thread.view(B, 0, len(head.weight)).clone()  # FSDP2 warns of outputs that are views
 
-    head.forward = stand_in  # type: ignore[method-assign, assignment]  # the hooks of the head run as ever
-    try:
+    stand_in = _StandIn(reduced)
+    if vars(head).setdefault("forward", stand_in) is not stand_in:  # one step, whatever other threads do
+        raise RuntimeError(_BUSY)
+    try:  # the hooks of the head run as ever
         outputs = model(**inputs)
     finally:
         del head.forward
@@ -194,9 +202,21 @@ def _through_head(
     return outputs, logps + zero, None if entropies is None else entropies + zero
 
 
+class _StandIn(partial[Tensor]):
+    """What stands in for a head's `forward`."""
+
+
+_BUSY = (
+    "token_logps of this model is under way already, in another thread or around this call, and stands in for its "
+    "output head: call it once at a time, or give each thread a copy of the model"
+)
+
+
 def head_treatment(model: nn.Module, lm: PreTrainedModel) -> LogitMap | str:
     """What the model does to its head's output; where the head cannot be stood in for, why not, in words."""
     head = lm.get_output_embeddings()
+    if isinstance(vars(head).get("forward"), _StandIn):
+        raise RuntimeError(_BUSY)
     if getattr(type(head), "forward", None) is not nn.Linear.forward or "forward" in vars(head):
         return f"its output head ({type(head).__module__}.{type(head).__name__}) has a forward of its own"
     if getattr(lm, "tp_size", None):

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from moe_rl.objectives.ratios import as_bool_mask
+from moe_rl.objectives.ratios import as_bool_mask, check_shapes
 from moe_rl.routing import ChangeCounts, RoutedExperts
 from moe_rl.routing.router_stats import (
     active_set_churn,
@@ -45,13 +45,14 @@ def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) 
     - `max_token_kl_mean`, `max_token_kl_max`: over sequences, of the largest r - 1 - d of a sequence's tokens, nats.
       Differs: TRM (arXiv 2512.23075) bounds the KL of whole distributions; this is of the sampled token alone.
 
-    NaN without tokens.
+    NaN without tokens. Raises ValueError for shapes that differ, or a mask that is no mask.
 
     >>> d = torch.tensor([[1.0, 8.0], [1.0, 8.0]], dtype=torch.float64).log()
     >>> metrics = ratio_metrics(d, torch.ones(2, 2, dtype=torch.bool))
     >>> [round(float(metrics[name]), 4) for name in ("extreme_5", "chi2_token", "ess_token")]  # 65/2 - 1; 18²/(4·130)
     [2.0, 31.5, 0.6231]
     """
+    check_shapes(log_ratio, {"mask": mask}, "log_ratio")
     mask = as_bool_mask(mask)
     with torch.no_grad():
         d = torch.where(mask, log_ratio, 0.0).double()
@@ -61,7 +62,8 @@ def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) 
         mean = d.sum(1) / length
         within = (torch.where(mask, d - mean[:, None], 0.0).square().sum(1) / length)[rows]
         excess = torch.where(mask, torch.expm1(d) - d, 0.0)
-        peak, sequence = excess.amax(1)[rows], mean[rows].exp()
+        peak = excess.amax(1)[rows] if count else tokens  # of rows without any place there is no largest
+        sequence = mean[rows].exp()
         return {
             "k1": -tokens.mean(),
             "k2": size.square().mean() / 2,
@@ -82,6 +84,7 @@ def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) 
         }
 
 
+@torch.no_grad()
 def update_ratio_metrics(
     log_ratio: Float[Tensor, "B T"],
     sequence_log_ratio: Float[Tensor, " B"],
@@ -99,7 +102,7 @@ def update_ratio_metrics(
 
 def variance(values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
     """With divisor n - 1; NaN of fewer than two values."""
-    return values.var() if len(values) > 1 else values.new_tensor(float("nan"))
+    return values.var() if len(values) > 1 else values.new_full((), torch.nan)
 
 
 def effective_share(weights: Float[Tensor, " n"]) -> Float[Tensor, ""]:
@@ -152,7 +155,7 @@ def masked_mismatch_metrics(
 
 def extreme(values: Float[Tensor, " n"], which: Literal["min", "max"]) -> Float[Tensor, ""]:
     """The smallest or largest value; NaN where there is none."""
-    return getattr(values, which)() if len(values) else values.new_tensor(float("nan"))
+    return getattr(values, which)() if len(values) else values.new_full((), torch.nan)
 
 
 # -- routes, routers, loads --------------------------------------------------------------------------------------------
@@ -174,6 +177,7 @@ def change_metrics(counts: ChangeCounts) -> dict[str, Any]:
     }
 
 
+@torch.no_grad()
 def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tensor, "n E"]], k: int) -> dict[str, Any]:
     """How far routers moved, before any expert flips. `old`, `new`: logits of the same n tokens, one per site.
 

@@ -106,7 +106,7 @@ class Shares:
         """parts: any P of them, the three of a log-ratio in the order of PARTS; mask: the measured tokens."""
         lengths = mask.sum(1)
         measured = lengths > 0
-        means = (parts * mask[..., None]).sum(1)[measured] / lengths[measured, None]
+        means = torch.where(mask[..., None], parts, 0.0).sum(1)[measured] / lengths[measured, None]
         return Shares(Moments.of(parts[mask]), Moments.of(means), float((1 / lengths[measured].double()).sum()))
 
     def __add__(self, other: "Shares") -> "Shares":

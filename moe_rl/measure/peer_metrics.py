@@ -48,6 +48,7 @@ def engine_metrics(
     }
 
 
+@torch.no_grad()
 def gap_metrics(
     logps: Float[Tensor, "B T"],
     other: Float[Tensor, "B T"],
@@ -104,7 +105,7 @@ def mismatch_metrics(
         log_ppl_diff = means[1] - means[0]
         shift = (p - q).abs()
         total = d.sum(1)[rows].clamp(-_VERL_BOUND, _VERL_BOUND)
-        nan = shift.new_full((), torch.nan)  # of a single token; `new_tensor` would wait for the device
+        nan = shift.new_full((), torch.nan)  # of a single token
         return {
             "token_mult_prob_error": tokens.abs().exp().mean(),
             "seq_mult_prob_error_min": extreme(per_sequence, "min"),

@@ -291,7 +291,7 @@ def _refuse_not_finite(inputs: dict[str, Tensor | None], mask: Bool[Tensor, "B T
 
 def _check_shapes(logps: Tensor, advantages: Tensor, others: dict[str, Tensor | None]) -> None:
     for name, given in {"logps": logps, "advantages": advantages, **others}.items():
-        if given is not None and not isinstance(given, Tensor):
+        if not isinstance(given, Tensor) and not (given is None and name in _WHY_NEEDED):  # these may be left out
             what = "; pass its .logps" if hasattr(given, "logps") else ""
             raise ValueError(f"{name}: expected a tensor, got {type(given).__name__}{what}.")
     shape = tuple(logps.shape)

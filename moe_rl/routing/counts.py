@@ -211,7 +211,7 @@ def aligned(old: Routes, new: Routes) -> tuple[Tensor, Tensor]:
         new = in_order_of(old, new)
     a, b = (_ids(x) for x in (old, new))
     b = b.to(a.device)
-    if a.shape != b.shape or a.ndim < 2:
+    if a.shape != b.shape:
         raise RoutingError(
             f"old {list(a.shape)} and new {list(b.shape)} must have one shape [...,L,K]; {_remedy(a.shape, b.shape)}"
         )
@@ -261,14 +261,20 @@ def _named_alike(old: RoutedExperts, new: RoutedExperts) -> RoutedExperts:
 def _ids(routes: Routes) -> Tensor:
     if isinstance(routes, RoutedExperts):
         return routes.packed
-    if not isinstance(routes, Tensor):
-        raise RoutingError(
-            f"expected RoutedExperts or a tensor of expert ids [...,L,K], got {type(routes).__name__} (an array: "
-            "torch.as_tensor(array); of an engine: RoutedExperts.from_vllm and its kin)"
-        )
+    check_plain(routes)
     if routes.is_floating_point() or not routes.dtype.is_signed:
         return compact(routes)  # plain ids of an unsigned dtype have no sentinel yet; other kinds are refused
     return routes
+
+
+def check_plain(ids: Any) -> None:
+    """Raises RoutingError for what is no tensor `[...,L,K]`."""
+    if not isinstance(ids, Tensor) or ids.ndim < 2:
+        got = f"one of {ids.ndim} axes" if isinstance(ids, Tensor) else type(ids).__name__
+        raise RoutingError(
+            f"expected RoutedExperts or a tensor of expert ids [...,L,K], got {got} (an array: "
+            "torch.as_tensor(array); of an engine: RoutedExperts.from_vllm and its kin)"
+        )
 
 
 def refuse_other_tokens(old: Routes, new: Routes, mask: Bool[Tensor, "..."] | None) -> None:

@@ -26,7 +26,7 @@ def packed_dtype(num_experts: int) -> torch.dtype:
     raise RoutingError(f"num_experts is {num_experts}; at most 65535 are supported")
 
 
-def pack_ids(ids: Int[Tensor, "*rows"], num_experts: int) -> UInt[Tensor, "*rows"]:
+def pack_ids(ids: Integer[Tensor, "*rows"], num_experts: int) -> UInt[Tensor, "*rows"]:
     """Valid ids (-1 = live) in their compact dtype: a cast, in which -1 wraps to the largest value."""
     dtype = packed_dtype(num_experts)
     return ids.to(torch.int16).view(dtype) if dtype == torch.uint16 else ids.to(dtype)
@@ -79,7 +79,9 @@ def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
     check_integers(ids)
     if ids.numel() == 0:
         return ids.to(torch.uint8)
-    wide = ids.to(torch.int32) if ids.dtype == torch.uint16 else ids  # uint16 has no max on the CPU
+    wide = (
+        ids if ids.dtype.is_signed or ids.dtype == torch.uint8 else ids.to(torch.int64)
+    )  # they have no max on the CPU
     low, high = (int(x) for x in torch.aminmax(wide))
     if low < LIVE:
         raise RoutingError(f"expert ids hold {low}; below zero only -1 has a meaning (no route)")

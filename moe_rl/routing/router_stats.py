@@ -1,12 +1,13 @@
 """How routers behave: the load of their experts and its balance, the margins and divergences of their scores."""
 
+import math
 from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from moe_rl.routing.counts import Routes, in_order_of, refuse_other_tokens
+from moe_rl.routing.counts import Routes, check_plain, in_order_of, refuse_other_tokens
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.packing import check_integers, chunks, token_mask, unpack_ids
 from moe_rl.routing.routes import RoutedExperts
@@ -69,7 +70,7 @@ def effective_sets(
     for rows in ids.unbind(1):
         rows = rows[(rows >= 0).all(-1)].sort(-1).values
         shares = torch.unique(rows, dim=0, return_counts=True)[1].double() / len(rows)
-        found.append(torch.special.entr(shares).sum().exp() if len(rows) else shares.new_tensor(torch.nan))
+        found.append(torch.special.entr(shares).sum().exp() if len(rows) else shares.new_full((), torch.nan))
     return torch.stack(found)
 
 
@@ -91,14 +92,15 @@ def active_set_churn(
     """
     if isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts):
         new = in_order_of(old, new)
-    if old.shape != new.shape:
+    experts = max(_width(routes, num_experts) for routes in (old, new))
+    if old.shape != new.shape or len(old.shape) != 4:
         raise RoutingError(
             f"old {list(old.shape)} and new {list(new.shape)} must have one shape [B,T,L,K]; realign brings routes to "
             "one padding"
         )
     mask = None if mask is None else token_mask(mask, _held(old))
     refuse_other_tokens(old, new, mask)
-    experts, (batch, tokens, sites, _) = max(_width(routes, num_experts) for routes in (old, new)), old.shape
+    batch, tokens, sites, _ = old.shape
     used = torch.zeros(2, batch, sites, experts + 1, dtype=torch.bool, device=old.device)
     both_parts = (_parts(routes.to(old.device), experts, mask) for routes in (old, new))
     for (start, a), (_, b) in zip(*both_parts, strict=True):
@@ -118,6 +120,7 @@ def _width(routes: Routes, num_experts: int | None) -> int:
     """The largest number of experts of a site."""
     if isinstance(routes, RoutedExperts):
         return max(routes._experts)
+    check_plain(routes)
     if num_experts is None:
         raise RoutingError("plain ids do not say how many experts there are: pass num_experts=")
     check_integers(routes)
@@ -160,7 +163,7 @@ def router_js(old_logits: Float[Tensor, "*rows E"], new_logits: Float[Tensor, "*
     """Jensen-Shannon divergence ½KL(p_old||m) + ½KL(p_new||m), m = (p_old + p_new)/2; nats, in [0, ln 2]."""
     old, new = _log_softmax(old_logits), _log_softmax(new_logits)
     never = (old == -torch.inf) & (new == -torch.inf)
-    middle = torch.logaddexp(old.masked_fill(never, 0), new.masked_fill(never, 0)) - torch.log(old.new_tensor(2.0))
+    middle = torch.logaddexp(old.masked_fill(never, 0), new.masked_fill(never, 0)) - math.log(2)
     return 0.5 * (_divergence(old, middle) + _divergence(new, middle))
 
 

@@ -192,6 +192,7 @@ class RoutedExperts(FromOthers, Moved, Stored):
         size = self.shape[0]
         try:
             given = range(size)[index] if isinstance(index, slice) else index
+            given = given.copy() if isinstance(given, np.ndarray) else given  # torch takes no reversed array
             wanted = torch.as_tensor(given, device=getattr(given, "device", "cpu")).cpu()
             if wanted.dtype == torch.uint8 or (wanted.is_floating_point() and not wanted.numel()):
                 wanted = wanted.long()  # torch takes uint8 for a mask, and an empty list for floats

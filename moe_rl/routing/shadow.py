@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_rl.routing.calls import Call, Collected, stacked, tokens_of, wrapped
 from moe_rl.routing.counts import ChangeCounts, change_counts
+from moe_rl.routing.packing import packed_dtype
 from moe_rl.routing.replay import Replay
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.traced import no_type_check
@@ -19,7 +20,8 @@ class ShadowReplay(Replay):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._seen = Collected(self._sentinel, -1, 0)
+        self._dtype = packed_dtype(max(probe.num_experts for probe in self._routers.probes))  # of all sites
+        self._seen = Collected(torch.iinfo(self._dtype).max, -1, 0)
 
     def begin(self, call: Call) -> None:
         super().begin(call)
@@ -30,7 +32,7 @@ class ShadowReplay(Replay):
     def end(self, call: Call) -> None:
         super().end(call)
         live = [c if job is None else job.live for job, c in zip(call.jobs, call.chosen, strict=True)]
-        packed = stacked(self._routers, call, live, self._packed.dtype)
+        packed = stacked(self._routers, call, live, self._dtype)
         device, k = packed.device, packed.shape[-1]
         none = torch.zeros(call.rows, k, device=device)
         with torch.no_grad():

@@ -111,4 +111,4 @@ def checked_tokens(tokens: Tensor, packed: Tensor) -> Int[Tensor, "B T"]:
                 f"tokens from {low} to {high} are no token ids: below zero only -1 has a meaning (unknown; labels have "
                 "-100?), and they are kept in 32 bits"
             )
-    return tokens.to(packed.device, torch.int32)
+    return tokens.to(packed.device, torch.int32, copy=True)  # the caller's may be written to later

@@ -86,6 +86,12 @@ def test_the_first_token_of_a_sequence_is_refused_and_dilutes_nothing(pair, text
         decompose(*pair, ids, attention, completion | first)
 
 
+@pytest.mark.parametrize("part", [(slice(0, 0), slice(None)), (slice(None), slice(0, 0))], ids=["rows", "columns"])
+def test_a_text_without_a_token_is_refused(pair, text, part):
+    with pytest.raises(ValueError, match=r"input_ids: no tokens to score, got shape \("):
+        decompose(*pair, *(x[part] for x in text))
+
+
 def test_parts_are_the_four_corners_scored_independently(pair, text):
     ids, attention, completion = text
     found = decompose(*pair, ids, attention, completion)

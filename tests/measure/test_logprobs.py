@@ -1,6 +1,7 @@
 """Token log-probabilities against `log_softmax` and `gather` on the model's own logits, in float64."""
 
 import logging
+import threading
 
 import jaxtyping
 import pytest
@@ -265,6 +266,31 @@ def test_refusals():
     sizes = {name: size for name, size in SIZES.items() if name != "experts_implementation"}
     with pytest.raises((ValueError, TypeError), match=r"aux_loss|load-balancing"):
         token_logps(LlamaForCausalLM(LlamaConfig(**sizes)), ids, attended, completion, aux_loss=True)
+
+
+def test_of_two_threads_on_one_model_the_second_is_refused_and_plain_forwards_stay_what_they_are():
+    model = build()
+    ids, attended, completion = batch()
+    want, plain, found = reference(model, ids, attended, completion)[0], model(ids).logits, []
+
+    def meanwhile(*_):
+        def other():
+            found.append(model(ids).logits)
+            with pytest.raises(RuntimeError, match="under way already, in another thread"):
+                token_logps(model, ids, attended, completion)
+            with pytest.raises(RuntimeError, match="under way already"):  # it began while no stand-in was there yet
+                logprobs._through_head(model, model.lm_head, {"input_ids": ids}, ids[0], lambda *_: pytest.fail())
+            found.append("refused")
+
+        if not found and threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    model.model.register_forward_hook(meanwhile)
+    torch.testing.assert_close(token_logps(model, ids, attended, completion).logps, want)
+    torch.testing.assert_close(found[0], plain)
+    assert found[1:] == ["refused"] and "forward" not in vars(model.lm_head)
 
 
 def test_labels_are_no_mask():

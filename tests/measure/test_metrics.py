@@ -52,6 +52,13 @@ def test_routers_of_no_token_have_no_margin():
     assert math.isnan(metrics["router_kl"]) and "margin_median" not in metrics
 
 
+@pytest.mark.filterwarnings("error")
+def test_no_number_of_routers_holds_the_graph_of_their_logits():
+    old, new = (torch.randn(4, 6, requires_grad=True) for _ in range(2))
+    metrics = router_metrics([old], [new], k=2)
+    assert not any(isinstance(x, torch.Tensor) and x.requires_grad for x in metrics.values())
+
+
 def test_load_of_two_tokens_on_four_experts():
     mask = torch.ones(1, 2, dtype=torch.bool)
     old, new = (

@@ -74,6 +74,13 @@ def test_design_effect_is_one_for_independent_and_the_length_for_constant_tokens
     assert math.isnan(shares.design_effect("interaction")), "nothing varies: there is no factor"
 
 
+def test_what_stands_in_padding_does_not_matter():
+    mask = torch.tensor([[True, True, False], [False, True, True]])
+    parts = torch.arange(18, dtype=torch.float64).view(2, 3, 3).square()
+    other = parts.where(mask[..., None], torch.nan)
+    assert Shares.of(other, mask).rows() == Shares.of(parts, mask).rows()
+
+
 def test_one_token_has_no_variance_and_nothing_breaks():
     shares = Shares.of(torch.zeros(2, 3, 3), torch.tensor([[True, False, False], [False, False, False]]))
     assert shares.tokens.count == shares.sequences.count == 1

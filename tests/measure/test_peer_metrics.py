@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from moe_rl.measure.metrics import (
+    extreme,
     load_violation,
     masked_mismatch_metrics,
     ratio_range_metrics,
     routing_confidence,
+    variance,
 )
 from moe_rl.measure.peer_metrics import (
     OF_ENGINES,
@@ -20,6 +22,7 @@ from moe_rl.measure.peer_metrics import (
     mismatch_metrics,
 )
 from moe_rl.objectives import OBJECTIVES, policy_loss
+from moe_rl.routing import effective_sets, router_js
 
 EPS = {"rel": 1e-6}  # verl adds 1e-8 to denominators
 
@@ -199,6 +202,9 @@ def test_of_two_engines_everything_is_said_once():
 def test_no_number_is_sent_to_the_device_which_would_wait_for_it(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_tensor", lambda *_: pytest.fail("a copy from the host"))
     assert engine_metrics(*scores())["rollout_probs_diff_std"] > 0
+    none, ids = torch.zeros(0, 2), torch.full((1, 1, 2), -1)
+    assert variance(none[:, 0]).isnan() and extreme(none[:, 0], "max").isnan()
+    assert router_js(none, none).shape == (0,) and effective_sets(ids, num_experts=4).isnan()
 
 
 def test_of_a_single_token_there_is_neither_spread_nor_correlation():

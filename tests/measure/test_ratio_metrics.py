@@ -2,6 +2,7 @@
 
 import math
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,6 +57,12 @@ def test_no_tokens_give_nan_and_nothing_raises():
     }
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (0, 2), (0, 0)])
+def test_a_batch_without_any_place_is_one_without_tokens(shape):
+    found, masked = (ratio_metrics(d, torch.zeros(d.shape, dtype=torch.bool)) for d in (torch.zeros(shape), D))
+    torch.testing.assert_close(found, masked, equal_nan=True)
+
+
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20))
 @settings(deadline=None, max_examples=30)
 def test_effective_share_is_one_over_one_plus_the_squared_variation(weights):
@@ -106,6 +113,18 @@ MASKED = {
     "engine_metrics": lambda d, mask: peer_metrics.engine_metrics(d - 2, torch.zeros_like(d) - 2, mask),
     "gap_metrics": lambda d, mask: peer_metrics.gap_metrics(d - 2, torch.zeros_like(d) - 2, mask),
 }
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_no_number_holds_the_graph_of_the_log_probabilities(name):
+    d = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert not any(value.requires_grad for value in MASKED[name](d, torch.ones(3, 5)).values())
+
+
+def test_ratios_of_other_tokens_than_those_of_the_mask_are_refused(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside of tests, where no types are checked
+    with pytest.raises(ValueError, match=r"mask: expected the shape of log_ratio, \(1, 2\), got \(2, 2\)"):
+        ratio_metrics(D[:1], MASK)  # would count them twice
 
 
 @pytest.mark.parametrize("name", MASKED)

@@ -191,5 +191,9 @@ def test_what_is_no_tensor_is_named():
         unwrap(policy_loss)("grpo", scored, logps, torch.zeros(2), logps.bool())
     with pytest.raises(ValueError, match=r"old_logps: expected a tensor, got list"):
         unwrap(policy_loss)("grpo", logps, [[0.0] * 3] * 2, torch.zeros(2), logps.bool())
+    for name in ("logps", "old_logps", "advantages", "mask"):
+        given = {"logps": logps, "old_logps": logps, "advantages": torch.zeros(2), "mask": logps.bool()} | {name: None}
+        with pytest.raises(ValueError, match=f"^{name}: expected a tensor, got NoneType"):
+            unwrap(policy_loss)("grpo", **given)
     with pytest.raises(ValueError, match=r"rewards: expected a tensor \[B\], got list"):
         unwrap(as_groups)([1.0, 0.0], 2)

@@ -1,9 +1,19 @@
 """What may be compared: routes under other names, and of other shapes."""
 
+import jaxtyping
+import numpy as np
 import pytest
 import torch
 
-from moe_rl.routing import RoutedExperts, RoutingError, active_set_churn, change_counts
+from moe_rl.routing import (
+    RoutedExperts,
+    RoutingError,
+    active_set_churn,
+    change_counts,
+    effective_sets,
+    expert_load,
+    slot_change,
+)
 
 
 def test_routes_recorded_through_a_model_around_it_are_compared_under_one_name() -> None:
@@ -36,6 +46,31 @@ def test_routes_of_other_shapes_are_refused_with_what_helps(shape: tuple[int, ..
     old, new = torch.tensor([0, 1]).expand(1, 3, 2, 2), torch.tensor([0, 1]).expand(shape)
     with pytest.raises(RoutingError, match=remedy):
         change_counts(old, new)
+
+
+@pytest.mark.parametrize(
+    ("ids", "got"),
+    [(np.zeros((1, 1, 1, 1), int), "ndarray"), ([[[[0]]]], "list"), (torch.zeros(1).long(), "one of 1 axes")],
+)
+def test_what_is_no_tensor_of_ids_is_named(ids: object, got: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside of tests, where no types are checked
+    for take in (
+        lambda: change_counts(ids, ids),
+        lambda: expert_load(ids, num_experts=4),
+        lambda: effective_sets(ids, num_experts=4),
+        lambda: active_set_churn(ids, ids, num_experts=4),
+    ):
+        with pytest.raises(RoutingError, match=rf"expected RoutedExperts or a tensor .*, got {got}"):
+            take()
+    three = torch.zeros(1, 1, 1).long()
+    with pytest.raises(RoutingError, match=r"must have one shape \[B,T,L,K\]"):
+        active_set_churn(three, three, num_experts=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_ids_of_unsigned_integers_are_compared(dtype: torch.dtype) -> None:
+    old, new = torch.tensor([[[0, 1], [200, 3]]]), torch.tensor([[[1, 2], [3, 200]]])
+    assert slot_change(old.to(dtype), new.to(dtype)).tolist() == [[0.5, 0.0]]
 
 
 def test_the_sum_of_counts_is_a_sum() -> None:

@@ -79,6 +79,13 @@ def test_tokens_may_be_of_any_kind_that_ids_may_be(tokens):
     assert routes.tokens.tolist() == [[5, 6]] and routes.tokens.dtype == torch.int32
 
 
+def test_tokens_are_a_copy():
+    held = torch.tensor([[5, 6]], dtype=torch.int32)  # the dtype in which they are kept
+    routes = RoutedExperts([[[[0]], [[1]]]], ["gate"], 2, tokens=held)
+    held.zero_()
+    assert routes.tokens.tolist() == [[5, 6]]
+
+
 def test_slot_order_and_site_decoding_are_kept():
     routes = example()
     assert torch.equal(routes.site_ids(SITES[1]), routes.ids[:, :, 1])

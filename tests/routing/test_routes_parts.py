@@ -31,6 +31,7 @@ from moe_rl.routing.routes import RoutedExperts
         (slice(None, None, -1), [2, 1, 0]),
         ([], []),
         (np.array([2, 1]), [2, 1]),
+        (np.argsort([5, 7, 6])[::-1], [1, 2, 0]),
         (torch.tensor([2, 1], dtype=torch.uint8), [2, 1]),  # ids of rows, which torch would take for a mask
     ],
 )
@@ -60,6 +61,17 @@ def test_select_reorders_sites():
     assert part.sites == (SITES[1], SITES[0])
     assert torch.equal(part.ids, routes.ids[:, :, [1, 0]])
     assert torch.equal(part.tokens, routes.tokens)
+
+
+def test_the_sites_with_few_experts_are_routes_like_any_others(tmp_path):
+    """The packed dtype is that of the most experts; a part that kept it was saved and could not be loaded, and -1 of
+    one dtype became 255 of the other when it was joined with routes of its own width."""
+    both = RoutedExperts([[[[1, 2], [300, 4]], [[-1, -1], [5, 6]]]], SITES, [4, 512])
+    part, few = both.select(0), RoutedExperts([[[[1, 2]], [[-1, -1]]]], SITES[:1], 4)
+    assert part.equal(few) and part.packed.dtype == torch.uint8
+    assert RoutedExperts.cat([part, few]).ids.tolist() == 2 * few.ids.tolist()
+    part.save(tmp_path / "part.safetensors")
+    assert RoutedExperts.load(tmp_path / "part.safetensors").equal(few)
 
 
 def test_a_part_without_the_live_rows_has_none():

@@ -1,5 +1,7 @@
 """The shadow of a replay: what the routers would have chosen, and what the forced choice costs in their scores."""
 
+import copy
+
 import pytest
 import torch
 from routing_helpers import disturbed, grads, moe, routes_of, sets, tokens
@@ -85,3 +87,20 @@ def test_shadow_of_a_generation_is_joined_and_gradients_do_not_know_it() -> None
     assert not replay.regret.requires_grad
     with pytest.raises(RoutingError, match="shadow=True"), replay_routes(other, old) as replay:
         _ = replay.shadow
+
+
+def test_a_replay_of_the_sites_with_few_experts_ranks_those_with_many() -> None:
+    """The shadow is of all sites: in the one byte that holds the replayed ones, expert 256 would be expert 0."""
+    model, inputs = moe().eval(), tokens()
+    wide = copy.deepcopy(model.config)
+    wide.num_experts = 300
+    block = type(model.model.layers[1].mlp)(wide)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    model.model.layers[1].mlp = block.eval()
+    routes = routes_of(model, inputs)
+    few = routes.select([i for i, site in enumerate(routes.sites) if ".1." not in site])
+    assert few.packed.dtype == torch.uint8 and int(routes.ids.max()) > 255
+    with torch.no_grad(), replay_routes(model, few, sites=few.sites, shadow=True) as replay:
+        model(inputs)
+    assert replay.shadow.equal(routes)
