@@ -79,9 +79,8 @@ def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
     check_integers(ids)
     if ids.numel() == 0:
         return ids.to(torch.uint8)
-    wide = (
-        ids if ids.dtype.is_signed or ids.dtype == torch.uint8 else ids.to(torch.int64)
-    )  # they have no max on the CPU
+    # Unsigned ids of more than a byte have no max on the CPU.
+    wide = ids if ids.dtype.is_signed or ids.dtype == torch.uint8 else ids.to(torch.int64)
     low, high = (int(x) for x in torch.aminmax(wide))
     if low < LIVE:
         raise RoutingError(f"expert ids hold {low}; below zero only -1 has a meaning (no route)")
