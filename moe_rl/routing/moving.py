@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import as_mask, pack_ids, packed_dtype, unpack_ids, words
+from moe_rl.routing.packing import as_mask, repacked, words
 from moe_rl.routing.sites import match_sites
 
 Made = TypeVar("Made", bound="Moved")
@@ -34,10 +34,8 @@ class Moved:
         index = torch.tensor(chosen, device=self.device)
         packed = words(self.packed).index_select(2, index).view(self.packed.dtype)
         experts = [self._experts[i] for i in chosen]
-        if packed.dtype != packed_dtype(max(experts)):  # the sites with many experts are not among them
-            packed = pack_ids(unpack_ids(packed), max(experts))
         return self._trusted(
-            packed,
+            repacked(packed, max(experts)),  # the sites with many experts may not be among them
             tuple(self.sites[i] for i in chosen),
             experts,
             tokens=self._tokens,

@@ -46,6 +46,12 @@ def unpack_ids(packed: UInt[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
     return ids.masked_fill_(ids == torch.iinfo(packed.dtype).max, LIVE)
 
 
+def repacked(packed: UInt[Tensor, "*rows"], num_experts: int) -> UInt[Tensor, "*rows"]:
+    """Packed ids in the dtype of so many experts, whose sentinel is another one than that of any other dtype."""
+    same = packed.dtype == packed_dtype(num_experts)
+    return packed if same else pack_ids(unpack_ids(packed), num_experts)
+
+
 def words(packed: UInt[Tensor, "*rows"]) -> Integer[Tensor, "*rows"]:
     """The same memory in a dtype that every torch kernel knows: few know uint16, least of all indexed writes."""
     return packed.view(torch.int16) if packed.dtype == torch.uint16 else packed
@@ -140,7 +146,7 @@ def differing_rows(
     """
     a, b = (compact(x) if x.dtype.is_signed else x for x in (old, new))
     if a.dtype != b.dtype:  # their sentinels differ
-        a, b = (pack_ids(unpack_ids(x), 65535) for x in (a, b))
+        a, b = (repacked(x, 65535) for x in (a, b))
     return (_differing_numpy if a.device.type == "cpu" else _differing_torch)(a, b)
 
 

@@ -21,6 +21,7 @@ import torch
 
 from moe_rl.routing import RoutedExperts, RoutingError
 from moe_rl.routing.codec import ascending, check_ascending, exchanges, gaps, with_exchanges, without_gaps
+from moe_rl.routing.packing import repacked
 from moe_rl.routing.sites import match_sites
 from moe_rl.tables import DamagedTableError, header_of, open_table, read_table, seal_of, write_table
 
@@ -217,9 +218,8 @@ def _checked(
     repeats = set((header["meta"] or {}).get("hash_routed", ()))
     for index, (name, count) in enumerate(zip(names, each, strict=True)):
         check_ascending(packed[:, :, index].reshape(-1, packed.shape[-1]), count, name in repeats)
-    return RoutedExperts._trusted(
-        torch.from_numpy(packed), tuple(names), each, tokens=tokens, meta=header["meta"] or None
-    )
+    ids = repacked(torch.from_numpy(packed), max(each))  # the sites with many experts may not be among them
+    return RoutedExperts._trusted(ids, tuple(names), each, tokens=tokens, meta=header["meta"] or None)
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -261,7 +261,8 @@ def _changed(path: Path, source: Any, header: dict[str, Any], wanted: list[int],
     where = np.full(len(header["sites"]), -1)
     where[chosen] = np.arange(len(chosen))
     mine = np.flatnonzero(where[place] >= 0)
-    rows = np.ascontiguousarray(old.packed.numpy().transpose(2, 0, 1, 3)).reshape(-1, K)
+    before = repacked(old.packed, int(np.max(header["num_experts"]))).numpy()  # as wide as the exchanges
+    rows = np.ascontiguousarray(before.transpose(2, 0, 1, 3)).reshape(-1, K)
     rows = with_exchanges(
         rows, (where[place] * (len(held) * T) + row)[mine], slot[mine], expert[mine].astype(rows.dtype)
     )

@@ -77,6 +77,19 @@ def test_some_sequences_and_sites_are_read_from_their_row_groups(tmp_path, monke
             read_route_table(path, None, ["d.gate"])
 
 
+def test_the_sites_with_few_experts_are_read_as_routes_like_any_others(tmp_path):
+    """As `select` packs them: a part that kept the file's dtype was saved and could not be loaded."""
+    routes = RoutedExperts([[[[1, 2], [4, 300]], [[-1, -1], [5, 6]]]], ("few", "many"), [5, 512])
+    new = routes.with_ids(torch.tensor([[[[1, 3], [6, 300]], [[0, 4], [5, 301]]]]))
+    write_route_table(tmp_path / "r.parquet", routes)
+    write_route_changes(tmp_path / "new.parquet", new, tmp_path / "r.parquet")
+    for name, whole in (("r", routes), ("new", new)):
+        for site in whole.sites:
+            part = read_route_table(tmp_path / f"{name}.parquet", sites=site)
+            part.save(tmp_path / "part.safetensors")
+            assert RoutedExperts.load(tmp_path / "part.safetensors").equal(whole.select(site))
+
+
 def test_a_table_that_names_an_expert_twice_comes_back(tmp_path):
     """At sites whose experts are a table over token ids."""
     rows = [[1, 1, 2, 5], [0, 3, 3, 3], [7, 7, 7, 7], [0, 1, 2, 3]]
