@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import LIVE, as_mask, check_integers
+from moe_rl.routing.packing import LIVE, as_mask, as_tensor, check_integers
 
 NPY = b"\x93NUMPY"  # how a .npy file begins
 FEW_SITES = 8  # at so many a token that is sent to expert 0 everywhere is taken for one that was not captured
@@ -105,7 +105,7 @@ def ids_from_padded(
     Raises RoutingError: another number of axes, ids that are no integers, a mask that does not fit, layers that are
     all zeros or mapped to no site, a token without routes inside a sequence.
     """
-    ids, there = (torch.as_tensor(x, device="cpu").detach() for x in (array, mask))
+    ids, there = (as_tensor(x, name).cpu().detach() for x, name in ((array, "array"), (mask, "mask")))
     check_integers(ids)
     if ids.ndim != 4:
         raise RoutingError(f"expected ids [B,T,layers,K] (sequence, token, layer, slot), got {list(ids.shape)}")

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from moe_rl.routing.arrays import decode_sglang, ids_from_engine, ids_from_padded, layers_of, pad_left_aligned
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
-from moe_rl.routing.packing import as_mask
+from moe_rl.routing.packing import as_mask, as_tensor
 from moe_rl.routing.sites import canonical_site, find_sites
 from moe_rl.routing.traces import read_flame, read_megatron, read_slime, slime_samples
 
@@ -82,7 +82,7 @@ class FromOthers:
         """
         content = getattr(batch, "batch", batch)
         keys = [key for key in ("routed_experts", "attention_mask", "input_ids") if key in content.keys()]  # noqa: SIM118 (a TensorDict iterates over rows)
-        held = {key: _tensor(content[key], key) for key in keys}
+        held = {key: as_tensor(content[key], key) for key in keys}
         if "routed_experts" not in held:
             raise RoutingError(
                 f"no routed_experts in the batch, but {', '.join(map(str, content.keys()))}: is "
@@ -125,10 +125,10 @@ class FromOthers:
         """
         given = read_slime(samples) if isinstance(samples, str | os.PathLike) else samples
         found = slime_samples(given)
-        tokens = [_tensor(x, f"tokens of sample {i}").cpu().reshape(-1).long() for i, (_, x, _) in enumerate(found)]
+        tokens = [as_tensor(x, f"tokens of sample {i}").cpu().reshape(-1).long() for i, (_, x, _) in enumerate(found)]
         if not any(map(len, tokens)):
             raise RoutingError(f"none of {len(tokens)} samples has a token")
-        arrays = [_tensor(ids, f"routes of sample {i}").cpu().numpy() for i, (*_, ids) in enumerate(found)]
+        arrays = [as_tensor(ids, f"routes of sample {i}").cpu().numpy() for i, (*_, ids) in enumerate(found)]
         padded = pad_left_aligned(tokens, -1)
         return cls.from_vllm(
             arrays, config_or_sites, num_experts, layers=layers, mask=padded >= 0, tokens=padded, meta=meta
@@ -252,14 +252,6 @@ class FromOthers:
         """
         arrays = [decode_sglang(payload, num_layers, num_experts_per_tok) for payload in payloads]
         return cls.from_vllm(arrays, sites, num_experts, layers=layers, mask=mask, tokens=tokens, meta=meta)
-
-
-def _tensor(values: Any, name: str) -> Tensor:
-    """Arrays and lists as tensors. Raises RoutingError for what is no array of numbers."""
-    try:
-        return torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise RoutingError(f"{name}: expected a tensor or an array of numbers, got {type(values).__name__}") from error
 
 
 def _left_aligned(

@@ -95,6 +95,19 @@ def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
     return pack_ids(wide, high + 1)
 
 
+def as_tensor(values: Any, name: str) -> Tensor:
+    """Arrays and lists as tensors on the CPU. Raises RoutingError for what is no array of numbers."""
+    if isinstance(values, Tensor):
+        return values
+    if isinstance(values, np.ndarray):  # torch takes neither reversed arrays nor another machine's byte order
+        values = values.astype(values.dtype.newbyteorder("="), order="C")
+    try:
+        return torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = type(values).__name__
+        raise RoutingError(f"{name}: expected a tensor or an array of numbers, got {got} ({error})") from error
+
+
 def check_integers(ids: Tensor) -> None:
     """Raises RoutingError for what cannot be ids, whose rounded values would count as some."""
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():

@@ -13,7 +13,7 @@ from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.formats import Stored
 from moe_rl.routing.moving import Moved
 from moe_rl.routing.others import FromOthers
-from moe_rl.routing.packing import is_live, shown, unpack_ids, words
+from moe_rl.routing.packing import as_tensor, is_live, shown, unpack_ids, words
 from moe_rl.routing.sites import canonical_site, match_sites
 from moe_rl.routing.validity import checked_tokens, experts_per_site, pack_checked
 
@@ -57,9 +57,8 @@ class RoutedExperts(FromOthers, Moved, Stored):
     ) -> None:
         names = tuple(canonical_site(name) for name in sites)
         experts = experts_per_site(num_experts, names)
-        given = torch.as_tensor(ids, device=getattr(ids, "device", "cpu"))
-        packed = pack_checked(given, names, experts, (meta or {}).get("hash_routed", ()))
-        known = None if tokens is None else checked_tokens(torch.as_tensor(tokens, device=packed.device), packed)
+        packed = pack_checked(as_tensor(ids, "ids"), names, experts, (meta or {}).get("hash_routed", ()))
+        known = None if tokens is None else checked_tokens(as_tensor(tokens, "tokens"), packed)
         vars(self).update(vars(self._trusted(packed, names, experts, tokens=known, meta=meta)))
 
     @classmethod
@@ -192,8 +191,7 @@ class RoutedExperts(FromOthers, Moved, Stored):
         size = self.shape[0]
         try:
             given = range(size)[index] if isinstance(index, slice) else index
-            given = given.copy() if isinstance(given, np.ndarray) else given  # torch takes no reversed array
-            wanted = torch.as_tensor(given, device=getattr(given, "device", "cpu")).cpu()
+            wanted = as_tensor(given, "rows").cpu()
             if wanted.dtype == torch.uint8 or (wanted.is_floating_point() and not wanted.numel()):
                 wanted = wanted.long()  # torch takes uint8 for a mask, and an empty list for floats
             # Indexing 0..B-1 on the CPU gives every kind of index one meaning, and errors without a sync.

@@ -17,6 +17,26 @@ from moe_rl.routing.routes import RoutedExperts, canonical_site, match_sites
 
 
 @pytest.mark.parametrize(
+    "of", [lambda a: a[:, ::-1].copy()[:, ::-1], lambda a: a.astype(">i4"), lambda a: a[:, :1][:, ::-1]]
+)
+def test_arrays_that_torch_does_not_take_are_copied(of):
+    given, tokens = of(np.array([[[[3, 0], [1, 2]], [[2, 1], [5, 4]]]])), of(np.array([[5, 6]]))
+    mask = of(np.array([[1, 1]]))
+    for routes in (
+        RoutedExperts(given, SITES, 8, tokens=tokens),
+        RoutedExperts.from_padded(given, mask, SITES, 8, tokens=tokens),
+        RoutedExperts.from_vllm(list(given), SITES, 8, tokens=tokens),
+    ):
+        assert routes.ids.tolist() == given.tolist() and routes.tokens.tolist() == tokens.tolist()
+
+
+def test_what_is_no_array_of_numbers_is_named():
+    for ids, tokens, named in (([[[[0, 1]], [[0]]]], None, "ids"), ([[[[0, 1]]]], [["a"]], "tokens")):
+        with pytest.raises(RoutingError, match=f"^{named}: expected a tensor or an array of numbers, got list"):
+            RoutedExperts(ids, ["gate"], 4, tokens=tokens)
+
+
+@pytest.mark.parametrize(
     ("num_experts", "dtype", "nbytes"),
     [(4, torch.uint8, 4), (255, torch.uint8, 4), (256, torch.uint16, 8), (512, torch.uint16, 8)],
 )
