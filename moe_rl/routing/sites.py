@@ -5,6 +5,7 @@ import fnmatch
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -215,7 +216,9 @@ def match_sites(sites: Sequence[str], wanted: str | int | Iterable[str | int]) -
     >>> match_sites(["layers.0.gate", "layers.1.gate"], "*.1.*")
     [1]
     """
-    entries = [wanted] if isinstance(wanted, str | int) else list(wanted)
+    given: Any = wanted
+    one = isinstance(given, str | int) or getattr(given, "ndim", None) == 0  # numpy's and torch's scalars too
+    entries = [given] if one else list(given)
     if not entries:
         raise RoutingError(f"no routing site was asked for; there are {len(sites)}, the first is {sites[0]}")
     found: dict[int, None] = {}

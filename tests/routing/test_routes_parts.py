@@ -63,6 +63,11 @@ def test_select_reorders_sites():
     assert torch.equal(part.tokens, routes.tokens)
 
 
+@pytest.mark.parametrize("one", [np.int64(1), np.uint8(1), torch.tensor(1), np.array(1), -1])
+def test_one_site_may_be_any_integer(one):
+    assert example().select(one).sites == example().select([one]).sites == (SITES[1],)
+
+
 def test_the_sites_with_few_experts_are_routes_like_any_others(tmp_path):
     """The packed dtype is that of the most experts; a part that kept it was saved and could not be loaded, and -1 of
     one dtype became 255 of the other when it was joined with routes of its own width."""
