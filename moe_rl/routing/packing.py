@@ -90,6 +90,9 @@ def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
     low, high = (int(x) for x in torch.aminmax(wide))
     if low < LIVE:
         raise RoutingError(f"expert ids hold {low}; below zero only -1 has a meaning (no route)")
+    top = None if ids.dtype.is_signed else torch.iinfo(ids.dtype).max
+    if high == top and ids.shape[-1] > 1 and bool((wide == top).all(-1).any()):
+        raise RoutingError(f"a row of ids is {top} in every slot, the sentinel of packed {ids.dtype} ids: pass `.ids`")
     if low == LIVE:
         wide = torch.where((wide == LIVE).any(-1, keepdim=True), LIVE, wide)
     return pack_ids(wide, high + 1)

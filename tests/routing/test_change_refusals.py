@@ -73,6 +73,18 @@ def test_ids_of_unsigned_integers_are_compared(dtype: torch.dtype) -> None:
     assert slot_change(old.to(dtype), new.to(dtype)).tolist() == [[0.5, 0.0]]
 
 
+@pytest.mark.parametrize("experts", [255, 256])
+def test_packed_ids_are_told_from_plain_ones(experts: int) -> None:
+    """Counted as plain ids, the sentinel of a row without a route would be an expert."""
+    ids = torch.tensor([[[[0, 1], [2, 3]], [[-1, -1], [4, 5]]]])
+    packed = RoutedExperts(ids, ["a", "b"], experts).packed
+    for take in (lambda: change_counts(packed, ids), lambda: slot_change(ids, packed)):
+        with pytest.raises(RoutingError, match=rf"sentinel of packed {packed.dtype} ids: pass `\.ids`"):
+            take()
+    full = torch.tensor([[[254, 255], [255, 0]]], dtype=torch.uint8)  # as an engine sends them of 256 experts
+    assert slot_change(full, full).tolist() == [[0, 0]]
+
+
 def test_the_sum_of_counts_is_a_sum() -> None:
     ids = torch.tensor([[[[0, 1], [2, 3]]]])
     counts = [change_counts(ids, other) for other in (ids, ids.roll(1, 2), ids)]
