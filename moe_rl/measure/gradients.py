@@ -71,16 +71,19 @@ def gradient_metrics(
         natural, replayed: of the same loss, under live and under replayed routing.
         halves: natural, of two halves of the responses.
         sites: names of the routing sites; a parameter below one of them is a router's.
+
+    A gradient of no parameter is 0: its cosine and ratio are NaN.
     """
+    nothing = (math.nan, math.nan)
     routers = [name for name in natural if any(canonical_site(name).startswith(f"{site}.") for site in sites)]
-    cosine, ratio = compare_gradients(natural, replayed)["all"]
+    cosine, ratio = compare_gradients(natural, replayed).get("all", nothing)
     own, forced = ({name: g[name] for name in routers if name in g} for g in (natural, replayed))
-    router_cosine, router_ratio = compare_gradients(own, forced).get("all", (math.nan, math.nan))
+    router_cosine, router_ratio = compare_gradients(own, forced).get("all", nothing)
     by_layer = compare_gradients(natural, replayed, layer_of)
     return {
         "gradient_cosine": cosine,
         "gradient_norm_ratio": ratio,
-        "gradient_halves_cosine": compare_gradients(*halves)["all"][0],
+        "gradient_halves_cosine": compare_gradients(*halves).get("all", nothing)[0],
         "router_gradient_cosine": router_cosine,
         "router_gradient_norm_ratio": router_ratio,
         "layer_names": list(by_layer),

@@ -189,6 +189,8 @@ def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tens
       choice for which it is below 1 could not have changed.
     """
     pairs = list(zip(old, new, strict=True))
+    if not pairs:
+        raise ValueError("router_metrics: old and new hold the logits of no site; expected one tensor [n,E] for each")
     kl, js = ([float(divergence(a, b).mean()) for a, b in pairs] for divergence in (router_kl, router_js))
     found = {"router_kl": sum(kl) / len(kl), "router_js": sum(js) / len(js), "site_router_kl": kl, "site_router_js": js}
     if any(not 0 < k < logits.shape[-1] or not len(logits) for logits in new):

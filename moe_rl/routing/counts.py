@@ -215,8 +215,8 @@ def aligned(old: Routes, new: Routes) -> tuple[Tensor, Tensor]:
         raise RoutingError(
             f"old {list(a.shape)} and new {list(b.shape)} must have one shape [...,L,K]; {_remedy(a.shape, b.shape)}"
         )
-    if a.shape[-1] > 254:  # counts of slots are uint8
-        raise RoutingError(f"K is {a.shape[-1]}; at most 254 slots are supported")
+    if not 1 <= a.shape[-1] <= 254:  # counts of slots are uint8
+        raise RoutingError(f"K is {a.shape[-1]}; at least 1 and at most 254 slots are supported")
     return a, b
 
 

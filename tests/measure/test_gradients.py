@@ -46,3 +46,5 @@ def test_what_a_probe_logs_has_routers_and_layers_apart():
     assert found["router_gradient_norm_ratio"] == pytest.approx(2 / math.sqrt(2)), "of two routers, no gate_up"
     fixed = gradient_metrics(natural, replayed, (natural, natural), ["layers.0.hash"])
     assert math.isnan(fixed["router_gradient_cosine"])
+    nothing = gradient_metrics({}, {}, ({}, {}), sites)
+    assert all(nothing[name] == [] if name.startswith("layer_") else math.isnan(nothing[name]) for name in nothing)

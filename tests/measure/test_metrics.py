@@ -50,6 +50,8 @@ def test_margins_are_of_the_new_weights_at_the_nearest_rank_and_divergences_are_
 def test_routers_of_no_token_have_no_margin():
     metrics = router_metrics([torch.zeros(0, 6)], [torch.zeros(0, 6)], k=2)
     assert math.isnan(metrics["router_kl"]) and "margin_median" not in metrics
+    with pytest.raises(ValueError, match="logits of no site"):
+        router_metrics([], [], k=2)
 
 
 @pytest.mark.filterwarnings("error")

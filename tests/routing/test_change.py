@@ -248,6 +248,7 @@ def test_routes_of_other_tokens_are_refused_under_the_mask():
         (torch.zeros(2, 3, 1, 2).long(), torch.zeros(2, 4, 1, 2).long(), "one shape"),
         (torch.full((1, 1, 1), -7), torch.zeros(1, 1, 1).long(), "hold -7"),
         (torch.zeros(1, 1, 300).long(), torch.zeros(1, 1, 300).long(), "at most 254 slots"),
+        (torch.zeros(1, 1, 0).long(), torch.zeros(1, 1, 0).long(), "K is 0; at least 1"),
         (torch.zeros(1, 1, 1).long(), torch.full((1, 1, 1), 65535), "at most 65535"),
     ],
 )
