@@ -38,10 +38,11 @@ class Range:
 
     def __str__(self) -> str:
         ends = []
+        low, high = (str(end) if isinstance(end, int) else f"{end:g}" for end in (self.low, self.high))
         if math.isfinite(self.low):
-            ends.append(f"above {self.low:g}" if self.open_low else f"of at least {self.low:g}")
+            ends.append(f"above {low}" if self.open_low else f"of at least {low}")
         if math.isfinite(self.high):
-            ends.append(f"below {self.high:g}" if self.open_high else f"of at most {self.high:g}")
+            ends.append(f"below {high}" if self.open_high else f"of at most {high}")
         kind = "a whole number" if self.whole else "a finite number"
         return " ".join([kind, " and ".join(ends)]).rstrip()
 

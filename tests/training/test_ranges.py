@@ -93,7 +93,7 @@ def test_what_is_outside_is_refused_with_field_value_and_range(name):
         ("keep_policy_every", -1, "keep_policy_every: expected a whole number of at least 0, got -1"),
         ("checkpoint_every", 0, "checkpoint_every: expected a whole number of at least 1, got 0"),
         ("optim.betas", (0.9, 1.0), "optim.betas: expected a finite number of at least 0 and below 1, got 1.0"),
-        ("seed", -1, "seed: expected a whole number of at least 0 and of at most"),
+        ("seed", -1, "seed: expected a whole number of at least 0 and of at most 9223372036854775807, got -1"),
         ("method.kl_coef", math.nan, "method.kl_coef: expected a finite number of at least 0, got nan"),
     ],
 )
