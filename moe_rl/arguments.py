@@ -88,7 +88,9 @@ def arm_and_seed(given: Given) -> tuple[str | None, int | None]:
     if given.path is not None and chosen.arm is None and "--help-all" not in given.options:
         found = outline(given.path)
         if len(found.arms) > 1:
-            fail(f"run needs --arm: which arm of {given.word}?\n\n{study_summary(found)}", 2)
+            taken = any(option.partition("=")[0] == "--arms" for option in options)
+            instead = ", not --arms" if taken else ""
+            fail(f"run needs --arm{instead}: which arm of {given.word}?\n\n{study_summary(found)}", 2)
     return chosen.arm, chosen.seed
 
 

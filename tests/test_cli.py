@@ -211,6 +211,7 @@ def test_options_of_one_study_are_not_for_a_list(study, capsys):
 def test_run_without_an_arm_says_which_there_are(study, capsys):
     said = refused(capsys, "run", "micro.yaml", "--seed", "0", status=2)
     assert "run needs --arm" in said and "grpo  GRPO" in said and "gspo  GSPO" in said and "seeds: 0" in said
+    assert "run needs --arm, not --arms: which" in refused(capsys, "run", "micro.yaml", "--arms", "grpo", status=2)
     assert not (study / "runs").exists()
 
 
