@@ -324,8 +324,8 @@ class RunWriter:
 
 
 def _run_folder(folder: Path, arm: str, seed: SupportsIndex) -> Path:
-    if not re.fullmatch(r"\w[\w.+=-]*", arm):
-        raise RunFolderError(f"arm {arm!r}: a folder is named so; use letters, digits, and . _ - + =")
+    if not isinstance(arm, str) or not re.fullmatch(r"\w[\w.+=-]*", arm):
+        raise RunFolderError(f"arm {arm!r}: a folder is named so; use text of letters, digits, and . _ - + =")
     refusal = arm_refusal(arm)
     if refusal is not None:
         raise RunFolderError(f"arm {arm!r}: {refusal}")

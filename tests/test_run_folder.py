@@ -90,8 +90,8 @@ def test_the_path_of_the_run_itself_is_taken_as_it_is_and_must_agree(tmp_path):
     for arm, seed in (("other", 2), ("mine", 3)):
         with pytest.raises(RunFolderError, match=rf"not the folder of arm '{arm}', seed {seed}"):
             RunWriter(tmp_path / "mine" / "seed2", arm=arm, seed=seed)
-    for arm in ("a/b", "\u65e5" * 67):
-        with pytest.raises(RunFolderError, match="a folder is named so"):
+    for arm in ("a/b", "\u65e5" * 67, 3, None):
+        with pytest.raises(RunFolderError, match=f"arm {arm!r}: a folder is named so"):
             RunWriter(tmp_path, arm=arm)
     for arm in ("study.yaml", "report.html", "logs", "figures", "config.yaml", "metrics.jsonl", "rounding_avx2"):
         with pytest.raises(RunFolderError, match=f"arm '{arm}': in a study's folder that name is something else's"):
