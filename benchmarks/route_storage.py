@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from rows import command_line, in_turns, row, write
 
+from moe_rl.files import write_atomic
 from moe_rl.routing import RoutedExperts, change_counts
 from moe_rl.routing.codec import exchange_bits, set_bits
 from moe_rl.routing.packing import packed_dtype
@@ -149,7 +150,7 @@ def main() -> None:
     if options.write:
         page = PAGE.read_text()
         head, rest = page.split(BEGIN)
-        PAGE.write_text("\n".join([head + BEGIN, *lines, END]) + rest.split(END)[1])
+        write_atomic(PAGE, "\n".join([head + BEGIN, *lines, END]) + rest.split(END)[1])
     write(options.json, results)
 
 

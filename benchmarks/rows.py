@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_rl.files import write_atomic
+
 
 def command_line(doc: str | None, rounds: int | None = None, least: int = 1) -> argparse.ArgumentParser:
     """The options of every benchmark: `--json`, and `--rounds` where it has some, of which its figures need `least`."""
@@ -118,4 +120,4 @@ def quartiles(values: Sequence[float]) -> list[float]:
 def write(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
     """Write the file where one was asked for."""
     if path is not None:
-        path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        write_atomic(path, "".join(json.dumps(one) + "\n" for one in rows))

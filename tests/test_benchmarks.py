@@ -237,6 +237,12 @@ def test_neither_side_of_the_runs_of_a_gpu_makes_the_cold_start(benchmark, monke
     assert row["ratio"] == 1 and row["note"].startswith("wall clock")
 
 
+def test_pages_and_rows_are_written_whole_or_not_at_all():
+    writers = [*ROOT.glob("benchmarks/*.py"), ROOT / "tests" / "reliability" / "page.py"]
+    assert len(writers) > 10
+    assert not [path.name for path in writers if re.search(r"\.write_(text|bytes)\(", path.read_text())]
+
+
 def test_the_committed_page_is_what_was_recorded(benchmark):
     """No number in it is edited by hand."""
     found = json.loads((ROOT / "docs" / "results" / "benchmarks.json").read_text())

@@ -7,6 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from moe_rl.files import write_atomic
+
 COMMAND = "python tests/reliability/campaign.py"
 Line = dict[str, Any]
 
@@ -45,7 +47,7 @@ def write_page(record: Path, target: Path) -> None:
     broken = sum(sum(total([line], *(name for name in BROKEN if name in line))) for line in lines)
     head = HEAD.format(broken=broken)
     text = [head, *(makers[part](parts[part]) for part in makers if part in parts), note + foot(lines)]
-    target.write_text("\n".join(text))
+    write_atomic(target, "\n".join(text))
 
 
 def table(head: list[str], rows: list[list[Any]]) -> str:
