@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import constants
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,6 +34,7 @@ from moe_rl.rollout.engine_config import DTYPES
 from moe_rl.rollout.engines import cast_parameters
 from moe_rl.routing import UnsupportedModelError
 from moe_rl.routing.experts import check_experts_name, check_megablocks, register_experts
+from moe_rl.routing.others import out_of_reach
 from moe_rl.routing.sites import find_sites
 
 
@@ -220,16 +220,9 @@ def check_path(path: str) -> str:
 
 
 def found_path(path: str) -> str:
-    """`check_path`, for a model that is loaded next. Raises ModelError also for a hub id that was never downloaded, if
-    no hub answers: transformers would repeat each of its requests for 23 seconds before it says so."""
+    """`check_path`, for a model that is loaded next. Raises ModelError also for a hub id that is `out_of_reach`."""
     path = check_path(path)
-    if Path(path).is_dir() or try_to_load_from_cache(path, "config.json"):
-        return path
-    try:
-        get_hf_file_metadata(hf_hub_url(path, "config.json"))
-    except HfHubHTTPError:
-        pass  # the hub answered; what is wrong is said where the model is loaded
-    except Exception as error:  # what connections raise depends on the version of huggingface_hub
+    if not Path(path).is_dir() and (error := out_of_reach(path)):
         raise ModelError(
             f"model.path: cannot load {path}{taken_for_hub_id(path)}, which is not among the downloaded models "
             f"({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} does not answer ({_brief(error)})"

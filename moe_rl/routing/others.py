@@ -2,10 +2,13 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -298,6 +301,8 @@ def sites_of(model: Described) -> tuple[tuple[str, ...], tuple[int, ...] | None]
     described: Any = model
     if isinstance(model, str | os.PathLike):
         try:
+            if not Path(model).exists() and (silence := out_of_reach(str(model))):
+                raise silence
             described = AutoConfig.from_pretrained(model)
         except Exception as error:  # hub and configuration errors share no base class
             raise RoutingError(
@@ -314,6 +319,19 @@ def sites_of(model: Described) -> tuple[tuple[str, ...], tuple[int, ...] | None]
     if not names:
         raise RoutingError("no sites were named: routes need at least one")
     return names, None
+
+
+def out_of_reach(name: str) -> Exception | None:
+    """Why no hub answers about a model that was never downloaded; None where loading it will tell. transformers would
+    repeat each of its requests for 23 seconds before it says so."""
+    try:
+        if not try_to_load_from_cache(name, "config.json"):
+            get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except (HfHubHTTPError, HFValidationError):
+        return None  # the hub answered, or is not asked: this is no name of its models
+    except Exception as error:  # what connections raise depends on the version of huggingface_hub
+        return error
+    return None
 
 
 def _experts(router: nn.Module, name: str) -> int:

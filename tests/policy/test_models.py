@@ -16,6 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 from moe_rl.measure.randomness import random_parts
 from moe_rl.policy.models import ModelConfig, all_finite, load_policy
 from moe_rl.policy.tiny import ModelError, build_tiny
+from moe_rl.routing import RoutingError
+from moe_rl.routing.others import sites_of
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,10 @@ def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(monkeypatch, tm
         monkeypatch.chdir(tmp_path)
         with pytest.raises(ModelError) as refused:
             load("nobody/nothing")
-    assert len(asked) <= 2, "a connection that breaks off is made once more"
+        first = len(asked)
+        with pytest.raises(RoutingError, match=r"^nobody/nothing: no configuration of a model there"):
+            sites_of("nobody/nothing")
+    assert first <= 2 and len(asked) <= 4, "a connection that breaks off is made once more"
     assert str(refused.value).startswith(
         f"model.path: cannot load nobody/nothing; there is no folder {tmp_path}/nobody/nothing, so it was taken for a "
         f"hub id, which is not among the downloaded models ({constants.HF_HUB_CACHE}), and {endpoint} does not answer ("
