@@ -105,13 +105,17 @@ def check_routes(rollout: Rollout) -> RoutedExperts:
 
 def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: str) -> None:
     """Raises EngineError for weights to be synced whose names or shapes are not the engine's own."""
+    differ = []
     for name in sorted(own.keys() | weights.keys()):
         here, there = (list(of[name].shape) if name in of else "no tensor" for of in (weights, own))
         if here != there:
-            raise EngineError(
-                f"{where}: {name} is {here} in the training model and {there} in the engine; was the model changed "
-                "(adapters, tied weights) after the engine was made?"
-            )
+            differ.append(f"{name} is {here} in the training model and {there} in the engine")
+    if differ:
+        more = f", and so on: {len(differ)} in all" if len(differ) > 3 else ""
+        raise EngineError(
+            f"{where}: {', '.join(differ[:3])}{more}; was the model changed (adapters, tied weights) after the engine "
+            "was made?"
+        )
 
 
 def gathered(tensor: Tensor) -> Tensor:

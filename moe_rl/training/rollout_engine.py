@@ -156,10 +156,10 @@ class SyncGuard:
             if still:
                 silent.append(name)
         if count := int(self.worst(float(len(silent)))):
+            which = f", first {', '.join(silent[:3])}" if silent else " of another rank"
             raise EngineError(
-                f"weight sync: {count} of the tensors tried do not reach the rollout engine"
-                f"{f', first {silent[0]}' if silent else ' of another rank'}: changed and synced, they moved no "
-                "log-probability"
+                f"weight sync: {count} of the tensors tried do not reach the rollout engine{which}: changed and "
+                "synced, they moved no log-probability"
             )
         self.engine.sync(self.model.state_dict(), self.engine.version)
         back = self.worst(self._distance(self._engine_logps(), loaded))

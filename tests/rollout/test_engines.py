@@ -134,6 +134,8 @@ def test_a_sync_of_other_names_or_shapes_is_refused_before_anything_is_copied(mo
         engine.sync({key: value for key, value in weights.items() if key != name}, 3)
     with pytest.raises(EngineError, match=r"gate\.weight is \[3, 16\] in the training model and \[6, 16\]"):
         engine.sync({**weights, name: weights[name][:3]}, 3)
+    with pytest.raises(EngineError, match=rf"{'.* is no .* in the engine, ' * 3}and so on: {len(weights)} in all"):
+        engine.sync({}, 3)
     assert torch.equal(respond(engine).logps, before) and engine.version == -1
 
 
