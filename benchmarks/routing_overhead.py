@@ -13,6 +13,7 @@ The GPU part is a random model of the shape of Qwen3-30B-A3B in bfloat16 with as
 prefills 8 x 1024 tokens, decodes one token for 64 sequences, and trains (forward+backward) on 4 x 1024.
 """
 
+import inspect
 import random
 import statistics
 import time
@@ -28,6 +29,7 @@ from rows import command_line, in_turns, ratios, resolved, row, write
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.routing import attach, record_routes, replay_routes
+from moe_rl.routing.calls import cache_name
 
 OPENED = ", opened for it"
 VARIANTS = ("plain", "plain again", "idle", "record", f"record{OPENED}", "replay", f"replay{OPENED}")
@@ -49,6 +51,7 @@ QWEN3_30B_A3B = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
 }
+CACHE = cache_name(inspect.signature(Qwen3MoeForCausalLM.forward).parameters)
 BYTES_PER_LAYER = 2 * 623.1e6  # bfloat16
 
 
@@ -119,7 +122,7 @@ def forward(model: Any, ids: torch.Tensor, **options: Any) -> None:
 
 @torch.no_grad()
 def decode(model: Any, ids: torch.Tensor, **options: Any) -> None:
-    model(ids, past_key_values=DynamicCache(config=model.config), **options)
+    model(ids, **{CACHE: DynamicCache(config=model.config)}, **options)
 
 
 def train(model: Any, ids: torch.Tensor, **options: Any) -> None:

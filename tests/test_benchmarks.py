@@ -338,6 +338,7 @@ def test_outcomes_of_tests_are_read_from_their_report(benchmark):
     assert rows[0]["us"] == 5e5 and rows[0]["case"] == "tests.a::one"
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # a name of the past is looked up within the times
 def test_overheads_of_a_gpu_are_measured_by_the_same_code(benchmark):
     """A shape as small as a test affords stands for the GPU's."""
     overhead = benchmark("routing_overhead")
