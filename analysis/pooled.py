@@ -3,11 +3,12 @@
     python analysis/pooled.py methods_stale:gspo_partial:grpo_partial partial_rollouts_anchor:gspo_partial:grpo_partial
     python analysis/pooled.py --roundings int4_sort:old_int4:grpo_fp32
     python analysis/pooled.py --roundings --of held_out_less_sampled int4_sort:old_int4
+    python analysis/pooled.py wide_policy:grpo_lower_rate:grpo --less wide_policy_dense:grpo_lower_rate:grpo
 
 prints the mean with Student's 95 % interval over seeds; of two arms the differences are paired. It is no test, whether
 a study declared that comparison or not. A seed counts once: its values in a study and in its repetitions (--roundings,
 STUDY_intel) are averaged first, as many as it has; the tables `roundings` pool only the seeds that every rounding has.
-Several studies count as independent: those that share seeds are refused.
+Several studies count as independent: those that share seeds are refused. --less takes a study of the same seeds away.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 import pandas as pd
 
 from moe_rl.processes import ends_with_its_reader
-from moe_rl.study.published import KINDS, over_seeds, published_values
+from moe_rl.study.published import KINDS, less_same_seeds, over_seeds, published_values
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 
@@ -26,14 +27,19 @@ def main() -> None:
     parser.add_argument("names", nargs="+", metavar="STUDY:ARM[:OTHER]", help="several: studies of different seeds")
     parser.add_argument("--roundings", action="store_true", help="the repetitions under other kernels, too")
     parser.add_argument("--of", choices=KINDS, default="final", help="of which reward (default: %(default)s)")
+    parser.add_argument("--less", metavar="STUDY:ARM[:OTHER]", help="taken away, seed by seed and rounding by rounding")
     parser.add_argument("--without-failed", action="store_true", help="leave out failed runs, and pairs with one")
     options = parser.parse_args()
+    if options.less and len(options.names) > 1:
+        parser.error("--less is taken from one STUDY:ARM[:OTHER]")
     folders = [name.split(":")[0] for name in options.names]
     if twice := sorted({name for name in folders if folders.count(name) > 1}):
         parser.error(f"{' and '.join(twice)}: named twice; of each seed the mean over other arms would be taken")
     how = options.of, options.roundings, options.without_failed
     try:
         found = pd.concat([published_values(RESULTS, name, *how) for name in options.names])
+        if options.less:
+            found = less_same_seeds(found, published_values(RESULTS, options.less, *how))
         interval = over_seeds(found)
     except ValueError as error:
         parser.error(str(error))

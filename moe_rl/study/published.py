@@ -168,13 +168,14 @@ KINDS: dict[str, tuple[str, ...]] = {
     "sampled": ("sampled",),
     "held_out": ("held_out",),
     "held_out_less_sampled": ("held_out", "sampled"),
+    "best_less_final": ("best", "final"),
     **{f"by_{name}": (name,) for name in ("training", *WEIGHT_FORMATS)},
     **{f"lost_by_{name}": ("training", name) for name in WEIGHT_FORMATS},
 }
 """What of a run -> its column, and the one that is taken from it. Sampled are responses of the rollout engine, in the
-last steps, held out ones of the training engine; final is the reward that the study compares. The others are of
-`both_engines.csv`: the same last policies, prompts and random numbers by the training engine and by copies with weights
-of these formats."""
+last steps, held out ones of the training engine; final is the reward that the study compares, best that of the best
+five steps in a row. The others are of `both_engines.csv`: the same last policies, prompts and random numbers by the
+training engine and by copies with weights of these formats."""
 
 
 def published_values(
@@ -222,6 +223,15 @@ def published_values(
         found = found.mask(rows["failed"].astype(bool))
     arm, *other = (found[rows["arm"] == one] for one in arms)
     return pd.concat({repeated: (arm - other[0] if other else arm).dropna()})
+
+
+def less_same_seeds(found: pd.Series, other: pd.Series) -> pd.Series:
+    """`published_values` less those of another study, run by run of a rounding and seed that both have. Raises
+    ResultsError where they have none in common."""
+    shared = found.droplevel(0).sub(other.droplevel(0)).dropna()
+    if shared.empty:
+        raise ResultsError("no run of the same rounding and seed in both studies, so that nothing can be taken away")
+    return pd.concat({found.index[0][0]: shared})
 
 
 def _without_runs(folder: Path, runs: pd.DataFrame) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from moe_rl.study.published import KINDS, published_values
+from moe_rl.study.published import KINDS, less_same_seeds, published_values
 from moe_rl.study.statistics import student_interval
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +70,26 @@ def test_differences_of_any_two_arms_are_those_of_the_tables_under_one_rounding_
     own = {kind: published_values(RESULTS, "int4_sort:sapo_int4", kind).mean() for kind in list(KINDS)[:4]}
     assert own["final"] == pytest.approx(table.loc["sapo_int4", "final"], abs=1e-5)
     assert own["held_out_less_sampled"] == pytest.approx(own["held_out"] - own["final"])
+
+
+def test_a_study_of_the_same_seeds_is_taken_away_run_by_run(monkeypatch, capsys):
+    pooled, names = script("pooled"), ("wide_policy:grpo_lower_rate:grpo", "wide_policy_dense:grpo_lower_rate:grpo")
+    runs = [pd.read_csv(RESULTS / name.split(":")[0] / "runs.csv").drop_duplicates(["arm", "seed"]) for name in names]
+    wide, dense = (table.pivot(index="seed", columns="arm", values="final") for table in runs)  # native runs come first
+    expected = (wide["grpo_lower_rate"] - wide["grpo"]) - (dense["grpo_lower_rate"] - dense["grpo"])
+    monkeypatch.setattr("sys.argv", ["pooled.py", names[0], "--less", names[1]])
+    pooled["main"]()
+    said = f"12 values, {sum(expected > 0)} above 0, of 12 seeds: {student_interval(expected.to_numpy())}\n"
+    assert capsys.readouterr().out == said
+    assert len(less_same_seeds(*(published_values(RESULTS, name, roundings=True) for name in names))) in (12, 24)
+    for wrong, message in (
+        ([names[0], "--less", "int4_sort:old_int4"], "no run of the same rounding and seed"),
+        ([*names, "--less", names[1]], "--less is taken from one STUDY:ARM[:OTHER]"),
+    ):
+        monkeypatch.setattr("sys.argv", ["pooled.py", *wrong])
+        with pytest.raises(SystemExit, match="2"):
+            pooled["main"]()
+        assert message in capsys.readouterr().err
 
 
 def test_routing_variances_are_compared_after_the_last_update_as_the_study_does():
