@@ -24,7 +24,7 @@ from moe_rl.study.alarms import ALARMS, Alarm, AlarmError, LiveAlarms, alarms_of
 from moe_rl.study.cursor import LiveError
 from moe_rl.study.figures.screen import scales
 from moe_rl.study.live import LiveStudies, LiveStudy
-from moe_rl.study.live_rows import COLUMNS, expert_counts, new_rows, new_sites
+from moe_rl.study.live_rows import expert_counts, new_rows, new_sites
 from moe_rl.study.shown import choosable
 from moe_rl.study.token_view import TokenStep, static, stored_steps, tokens_file
 
@@ -127,7 +127,7 @@ class Api:
         names = ("name", "title", "rule", "source", "declared")
         alarms = [{name: getattr(a, name) for name in names} | {"of": [a.kind, a.metric]} for a in table]
         about = {"alarms": alarms, "alarms_problem": problem, "studies": self.studies.names()}
-        return {**live.overview(), **about, "columns": COLUMNS, "scales": scales()}
+        return {**live.overview(), **about, "scales": scales()}
 
     def catalogue(self, query: dict[str, str]) -> dict[str, Any]:
         """Metrics that can be drawn besides the page's own curves."""

@@ -21,7 +21,7 @@ var moeRL = window.moeRL || (window.moeRL = {});
   };
   moeRL.set = (element, properties) => {
     for (const [name, value] of Object.entries(properties)) {
-      if (name === "onclick" || name.startsWith("on")) element[name] = value;
+      if (name.startsWith("on")) element[name] = value;
       else if (name === "style") for (const [key, v] of Object.entries(value)) element.style.setProperty(key, v);
       else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
     }
