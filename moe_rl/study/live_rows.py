@@ -93,7 +93,7 @@ def _step_counts(folder: Path, step: int, _changed: int) -> tuple[list[str], np.
     if not stored.routed:
         return None
     routes = stored.routes(0)
-    experts = routes.num_experts if isinstance(routes.num_experts, int) else max(routes.num_experts)
+    experts = int(np.max(routes.num_experts))  # one number, or one of each site
     old, new = (stored.all_experts(update) for update in (0, stored.updates[-1]))
     left = np.where(slots_left(old, new), old, -1)
     counts = [

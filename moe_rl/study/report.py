@@ -23,7 +23,7 @@ from moe_rl.study.figures.screen import inline_svg
 from moe_rl.study.outcomes import counts_shown, final_rewards, reward_names
 from moe_rl.study.reading import read, rules_of
 from moe_rl.study.roundings import component_table, conclusion_table
-from moe_rl.study.statistics import FEWEST, interval_note
+from moe_rl.study.statistics import interval_note, seed_interval
 from moe_rl.study.summary import POSITIONS
 from moe_rl.study.token_view import token_view_html
 from moe_rl.study.words import by_topic, count, listed, probability
@@ -122,20 +122,14 @@ def _finals(data: StudyData) -> list[dict[str, Any]]:
         beside = "sampled" if "sampled" in row else "evaluation"
         row["label"] = full_label(data, row["arm"])
         row["seeds"] = ", ".join(f"{value:.3f}" for value in row["by_seed"].values())
-        row["bounds"] = _bounds(row["by_seed"], row["low"], row["high"])
+        row["bounds"] = seed_interval([*row["by_seed"].values()]).bounds
         row["beside"] = row[beside]
-        row["beside_bounds"] = _bounds(row[f"{beside}_by_seed"], row[f"{beside}_low"], row[f"{beside}_high"])
+        row["beside_bounds"] = seed_interval([*row[f"{beside}_by_seed"].values()]).bounds
         row["note"] = ", held out" if row["measured"] == "held out" and beside == "evaluation" else ""
         left = len(data.arms["seeds"][row["arm"]]) - row["finished"]
         row["note"] += f" ({left} of {count(left + row['finished'], 'run')} unfinished)" if left else ""
         row["wrong"] = counts_shown(row)
     return [{str(key): value for key, value in row.items()} for row in rows]
-
-
-def _bounds(by_seed: dict[int, float], low: float, high: float) -> str:
-    """An interval over seeds; said to be a range where they are too few for one."""
-    few = int(np.isfinite(list(by_seed.values())).sum()) < FEWEST
-    return (f"[{low:.3f}, {high:.3f}]" + " range" * few) if np.isfinite(low) else "–"
 
 
 def _arms(data: StudyData) -> list[dict[str, Any]]:
