@@ -9,7 +9,7 @@ from dataclasses import replace
 import pandas as pd
 
 from moe_rl.study.arms import condition_label, full_label, replay_identity
-from moe_rl.study.comparing import Pair, comparisons, declared, enough_pairs, interest
+from moe_rl.study.comparing import Pair, comparisons, declared, interest
 from moe_rl.study.curves import BELOW_START_RULE, COLLAPSE_RULE, FAILED_RULE, FINAL_STEPS, GAIN
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import evaluations, final_rewards, reward_names, run_outcomes
@@ -210,7 +210,7 @@ def power_sentence(data: StudyData) -> str:
         )
     few = [pair for pair in pairs if not pair.result.tested]
     rest = f" {count(len(few), 'comparison')} of {_pairs(few)}: ranges only." if few else ""
-    if not enough_pairs(data):
+    if max(pair.result.n for pair in tested) < fewest_pairs(family):
         return (
             f"{_pairs(tested)} and {count(family, 'comparison')}: no difference can get a verdict, for Holm over "
             f"{family} needs {fewest_pairs(family)} pairs. {spread}.{rest}"
