@@ -185,9 +185,7 @@ class StudyData:
         frame = stacked(tables)
         rows = [table.num_rows for table in tables]
         numbers = np.repeat([i for i, _ in places], rows)
-        arms = sorted({self.runs[i].arm for i, _ in places})
-        codes = np.array([arms.index(run.arm) if run.arm in arms else -1 for run in self.runs])
-        frame["arm"] = pd.Categorical.from_codes(codes[numbers], pd.Index(arms))
+        frame["arm"] = pd.Categorical([run.arm for run in self.runs])[numbers].remove_unused_categories()
         frame["seed"] = np.array([run.seed for run in self.runs])[numbers]
         frame["step"] = np.repeat([step for _, step in places], rows)
         return frame

@@ -1,10 +1,9 @@
 """A plain-words reading of a study, from its numbers by fixed rules; nothing expected is written in here.
 
-The rules are printed with the reading (`rules_of`), so that a reader can check every sentence against a table.
+The rules are printed with the reading (`rules`), so that a reader can check every sentence against a table.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pandas as pd
 
@@ -47,15 +46,10 @@ def rules(interest: float = INTEREST) -> list[str]:
     ]
 
 
-def rules_of(data: StudyData) -> list[str]:
-    """The rules with this study's smallest difference of interest."""
-    return rules(interest(data))
-
-
 def read(data: StudyData) -> list[Statement]:
     """All statements that this study's data allow, in the order of the report."""
     parts = (_runs, _reward, _replay_check, _outcomes, routing_statements, _power, _roundings)
-    return [replace(s, text=minus(s.text)) for part in parts for s in part(data)]
+    return [Statement(topic, minus(text)) for part in parts for topic, text in part(data)]
 
 
 def _runs(data: StudyData) -> Iterator[Statement]:

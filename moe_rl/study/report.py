@@ -17,11 +17,12 @@ from moe_rl.starts import environments
 from moe_rl.study.alarm_table import alarm_rows, collapses
 from moe_rl.study.answer import answer
 from moe_rl.study.arms import arm_settings, full_label
+from moe_rl.study.comparing import interest
 from moe_rl.study.data import Run, StudyData, declared_arms, load
 from moe_rl.study.figures import StudyFigure, drawn_figures, each_figure, save_figure
 from moe_rl.study.figures.screen import inline_svg
 from moe_rl.study.outcomes import counts_shown, final_rewards, reward_names
-from moe_rl.study.reading import read, rules_of
+from moe_rl.study.reading import read, rules
 from moe_rl.study.roundings import component_table, conclusion_table
 from moe_rl.study.statistics import interval_note, seed_interval
 from moe_rl.study.summary import POSITIONS
@@ -79,9 +80,9 @@ def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequ
         data=data,
         question=str(data.config.get("question") or ""),
         notes=str(data.config.get("notes") or ""),
-        statements=by_topic((s.topic, s.text) for s in read(data)),
+        statements=by_topic(read(data)),
         answer=answer(data),
-        rules=rules_of(data),
+        rules=rules(interest(data)),
         intervals=interval_note(int(finals["n"].mode().iloc[0]), finals["n"]),
         positions=POSITIONS,
         conclusions=conclusion_table(data).to_dict("records"),

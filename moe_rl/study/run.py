@@ -58,9 +58,7 @@ def run_one(
     """
     if config.model.path is None:
         suit_small_model()
-    model = seeded(config.model, config.seed)
-    if model != config.model:
-        config = dataclasses.replace(config, model=model)
+    config = dataclasses.replace(config, model=seeded(config.model, config.seed))
     validate(config)
     task = check_here(config)
     ranks = ranks_of(config.distributed, config.model.device)
