@@ -148,11 +148,11 @@ class Api:
         return answer if answer["more"] else {**answer, "alarms": self._alarms(self._live(query), query["run"], folder)}
 
     def experts(self, query: dict[str, str]) -> dict[str, Any]:
-        """Tokens by site and expert of `run`, old against new, over the stored steps up to `step`, if given."""
+        """Tokens by site and expert of `run`, old against new, over the stored steps."""
         folder = self._folder(query)
         import_torch()
         with self.lock:
-            return expert_counts(folder, _whole(query, "step") if "step" in query else None)
+            return expert_counts(folder)
 
     def sites(self, query: dict[str, str]) -> dict[str, Any]:
         """Slot change by routing site of `run` after the cursor `since`, and the noise floor."""

@@ -314,6 +314,5 @@ var moeRL = window.moeRL || (window.moeRL = {});
     const view = new moeRL.TokenView(document.getElementById("token-view"), source, () => data.scales[dark.matches ? "dark" : "light"]);
     const first = data.index.responses[0];
     view.choose({ run: data.run, seq: first ? first.seq : null });
-    moeRL.view = view;
   };
 })();
