@@ -273,11 +273,10 @@ class RunAlarms:
         return sorted((pair for pair in first if pair[1] <= end), key=lambda pair: pair[1])
 
     def summary(self) -> dict[str, Any]:
-        """As JSON: `crossed` ({alarm: [[step, value], ...]}, null for what is infinite), alarms whose signal the run `lacks`, `nulls`, `collapse`, `first`."""
+        """As JSON: `crossed` ({alarm: [[step, value], ...]}, null for what is infinite), alarms whose signal the run `lacks`, `collapse`, `first`."""
         return {
             "crossed": {name: [[step, _short(v)] for step, v in found] for name, found in self.crossed.items()},
             "lacks": [name for name, count in self.seen.items() if not count],
-            "nulls": self.nulls,
             "collapse": self.collapse,
             "first": [[alarm.name, step] for alarm, step in self.before_collapse()],
         }

@@ -215,14 +215,8 @@ def _difference(pair: Pair) -> str:
 
 
 def _row(data: StudyData, pair: Pair) -> Row:
-    gap = pair.result.difference
-    return Row(
-        pair,
-        condition_label(data, pair.noise),
-        _named(data, pair),
-        _difference(pair),
-        minus(f"[{gap.low:.3f}, {gap.high:.3f}]") + (" range" if gap.method == "range" else "") if gap.known else "–",
-    )
+    bounds = minus(pair.result.difference.bounds)
+    return Row(pair, condition_label(data, pair.noise), _named(data, pair), _difference(pair), bounds)
 
 
 def _named(data: StudyData, pair: Pair) -> str:

@@ -69,7 +69,7 @@ def replay_stands_for_noise(data: StudyData, noise: float) -> str | None:
 def replay_identity(data: StudyData) -> pd.DataFrame:
     """For each replay arm under noise that was run: does it repeat the natural replay run, as it must?
 
-    Columns: arm, natural, seeds compared, steps compared, difference (largest absolute difference of reward).
+    Columns: arm, seeds compared, steps compared, difference (largest absolute difference of reward).
     """
     rows = []
     for arm, about in data.arms.iterrows():
@@ -82,8 +82,8 @@ def replay_identity(data: StudyData) -> pd.DataFrame:
             continue
         gap = float((both["reward_x"] - both["reward_y"]).abs().max())
         seeds = both["seed"].nunique()
-        rows.append({"arm": arm, "natural": natural, "seeds": seeds, "steps": len(both), "difference": gap})
-    return pd.DataFrame(rows, columns=["arm", "natural", "seeds", "steps", "difference"])
+        rows.append({"arm": arm, "seeds": seeds, "steps": len(both), "difference": gap})
+    return pd.DataFrame(rows, columns=["arm", "seeds", "steps", "difference"])
 
 
 def same_but_for_method(data: StudyData, arm: str, other: str) -> bool:

@@ -10,7 +10,7 @@ import pandas as pd
 from moe_rl.study.arms import METHOD_FIELDS, arm_settings, per_study, replay_stands_for_noise
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import reward_names, run_outcomes
-from moe_rl.study.power import fewest_pairs, pairs_needed, resolvable_difference
+from moe_rl.study.power import pairs_needed, resolvable_difference
 from moe_rl.study.statistics import ALPHA, INTEREST, Comparison, compare_paired, judge, seed_interval
 
 
@@ -146,9 +146,3 @@ def comparison_table(data: StudyData) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
-
-
-def enough_pairs(data: StudyData) -> bool:
-    """Whether the pairs suffice for any verdict of a difference: Holm over m comparisons needs m · 2^(1-n) <= 5 %."""
-    every = [pair.result for pair in comparisons(data)]
-    return any(one.tested and one.n >= fewest_pairs(one.family) for one in every)

@@ -53,20 +53,6 @@ def area_under_curve(steps: Numbers, values: Numbers) -> float:
     return float(np.trapezoid(y, x) / (x[-1] - x[0]))
 
 
-def trailing_mean(values: Numbers, window: int) -> np.ndarray:
-    """Mean over the last `window` entries at every position (fewer at the start).
-
-    >>> trailing_mean([1.0, 3.0, 5.0], window=2).tolist()
-    [1.0, 2.0, 4.0]
-    """
-    array = np.asarray(values, dtype=float)
-    # no running sum: its rounding would make a mean of equal numbers differ from that number
-    start = [array[: i + 1].mean() for i in range(min(window - 1, array.size))]
-    if array.size < window:
-        return np.array(start)
-    return np.concatenate([start, np.lib.stride_tricks.sliding_window_view(array, window).mean(axis=1)])
-
-
 @dataclass(frozen=True)
 class Collapse:
     """`step` is where the run fell for good (NaN: it did not); `fall` = 1 - last/best trailing mean."""
@@ -95,11 +81,11 @@ def detect_collapse(steps: Numbers, rewards: Numbers, window: int = FINAL_STEPS,
     """
     x, y = np.asarray(list(steps), dtype=float), np.asarray(rewards, dtype=float)
     known = np.isfinite(y)
-    x, mean = x[known], trailing_mean(y[known], window)
-    full = np.arange(mean.size) >= window - 1
-    if not full.any():
+    x, y = x[known][window - 1 :], y[known]
+    if not x.size:
         return Collapse(float("nan"), float("nan"), float("nan"))
-    x, mean = x[full], mean[full]
+    # no running sum: its rounding would make a mean of equal numbers differ from that number
+    mean = np.lib.stride_tricks.sliding_window_view(y, window).mean(axis=1)
     best = np.maximum.accumulate(mean)
     down = (mean <= (1 - drop) * best * (1 + TIE)) & (best > 0)
     below_to_end = np.logical_and.accumulate(down[::-1])[::-1]

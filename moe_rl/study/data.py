@@ -175,18 +175,9 @@ class StudyData:
     @cached_property
     def tokens(self) -> pd.DataFrame:
         """Per-token values of all stored steps: arm, seed, step, update, seq, pos, logps, flips, reward."""
-        return self.read_tokens()
-
-    def read_tokens(
-        self, arm: str | None = None, seed: int | None = None, last_steps: int | None = None
-    ) -> pd.DataFrame:
-        """As `tokens`, for one arm or seed, or the last few stored steps of each run only."""
         tables, places = [], []
         for i, run in enumerate(self.runs):
-            if (arm is not None and run.arm != arm) or (seed is not None and run.seed != seed):
-                continue
-            files = sorted((run.folder / "tokens").glob("*.parquet"))
-            for file in files[-last_steps:] if last_steps else files:
+            for file in sorted((run.folder / "tokens").glob("*.parquet")):
                 tables.append(read_parquet(file))
                 places.append((i, step_of(file)))
         if not tables:
@@ -194,9 +185,7 @@ class StudyData:
         frame = stacked(tables)
         rows = [table.num_rows for table in tables]
         numbers = np.repeat([i for i, _ in places], rows)
-        arms = sorted({self.runs[i].arm for i, _ in places})
-        codes = np.array([arms.index(run.arm) if run.arm in arms else -1 for run in self.runs])
-        frame["arm"] = pd.Categorical.from_codes(codes[numbers], pd.Index(arms))
+        frame["arm"] = pd.Categorical([run.arm for run in self.runs])[numbers].remove_unused_categories()
         frame["seed"] = np.array([run.seed for run in self.runs])[numbers]
         frame["step"] = np.repeat([step for _, step in places], rows)
         return frame
@@ -354,7 +343,9 @@ def nothing_here(path: Path) -> str:
     """Why a folder without study.yaml and run is none of a study, and which may be meant."""
     if seeds_in(path):
         return f"{path}: the runs of one arm; name their study, {path.resolve().parent}, or one of them"
-    return f"{path}: no study and no run found; expected ARM/seedN/metrics.jsonl in it.{studies_inside(path)}"
+    inside = sorted(study_names(path))
+    hint = f" It holds studies: {', '.join(inside)}. Name one of them." if inside else ""
+    return f"{path}: no study and no run found; expected ARM/seedN/metrics.jsonl in it.{hint}"
 
 
 def study_names(path: Path) -> set[str]:
@@ -362,9 +353,3 @@ def study_names(path: Path) -> set[str]:
     declared = {p.parent.name for p in path.glob("*/study.yaml")}
     runs = (p.parent for p in path.glob("*/*/seed*/metrics.jsonl"))
     return declared | {run.parents[1].name for run in runs if seed_of(run) is not None}
-
-
-def studies_inside(path: Path) -> str:
-    """Which studies a folder holds, to be added to a message; empty if none."""
-    inside = sorted(study_names(path))
-    return f" It holds studies: {', '.join(inside)}. Name one of them." if inside else ""

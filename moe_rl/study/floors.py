@@ -48,12 +48,12 @@ def floor_histogram(data: StudyData, name: str) -> pd.DataFrame:
 
 
 def floor_variance(data: StudyData) -> pd.DataFrame:
-    """Variance of the log-ratio with equal weights, nats², mean over runs: one row per floor, columns `var_token` and,
-    where it was recorded, `var_sequence`."""
-    columns = [name for name in ("var_token", "var_sequence") if name in data.floors]
-    rows = _recorded(data, columns)
+    """Variance of the log-ratio with equal weights, nats², mean over runs: one row per floor, columns `var_token` and
+    `var_sequence`, NaN where that was not recorded."""
+    columns = ["var_token", "var_sequence"]
+    rows = _recorded(data, [name for name in columns if name in data.floors]).reindex(columns=["variant", *columns])
     found = {floor: pd.DataFrame([part[columns].mean() for part in parts]).max() for floor, parts in _by_floor(rows)}
-    return pd.DataFrame(found, dtype=float).T
+    return pd.DataFrame(found, columns, dtype=float).T
 
 
 def floor_rates(table: pd.DataFrame, key: str, changed: str, of: str) -> pd.DataFrame:

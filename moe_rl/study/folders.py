@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import pyarrow
 
 KINDS = tuple(ROWS)
-_KEYS = {kind: ["arm", "seed", "step", *more] for kind, more in ROWS.items()}
 _OF_A_RUN = ("label", "note", "run", "distributed")
 """Parts of a configuration that runs of one arm may have each in its own way."""
 SOURCES = {"sft": "demonstrations", "rft": "initial", "dpo": "initial"}
@@ -172,9 +171,9 @@ _RUN = "\0run"  # not a name that a row can have
 
 def kind_table(kind: str, rows: list[dict[str, Any]], runs: list[Run]) -> pd.DataFrame:
     """All runs' rows of a kind as one table, in the order of runs and keys. Repeated rows are noted with their run."""
-    keys = _KEYS[kind]
+    keys = ["step", *ROWS[kind]]
     if not rows:
-        return pd.DataFrame(columns=keys)
+        return pd.DataFrame(columns=["arm", "seed", *keys])
     frame = pd.DataFrame(rows)
     number = frame[_RUN].to_numpy()
     frame = frame.drop(columns=[name for name in ("arm", "seed") if name in frame])
@@ -184,7 +183,7 @@ def kind_table(kind: str, rows: list[dict[str, Any]], runs: list[Run]) -> pd.Dat
         # null: a number that was not finite or not asked for
         if all(value is None or isinstance(value, int | float) for value in frame[column]):
             frame[column] = frame[column].astype(float)
-    keys = [_RUN, *keys[2:]]
+    keys = [_RUN, *keys]
     again = frame.duplicated(keys)
     if again.any():  # the later row counts
         for i in frame.loc[again, _RUN].unique():

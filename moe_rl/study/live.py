@@ -63,7 +63,6 @@ class LiveStudy:
         return {
             "name": str(config.get("name") or self.folder.resolve().name),
             "question": str(config.get("question") or ""),
-            "folder": str(self.folder),
             **self._arms(runs, config),
             "runs": [self._state(run) for run in runs],
         }

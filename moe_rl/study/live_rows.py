@@ -74,11 +74,11 @@ def new_sites(path: Path, since: str = "") -> dict[str, Any]:
     return {**answer, "rows": found, "floor": floor, **labelled(names)}
 
 
-def expert_counts(folder: Path, until: int | None = None) -> dict[str, Any]:
-    """Tokens by site and expert over all stored steps up to `until`: `old` and `new` [L][E], counted over the response
+def expert_counts(folder: Path) -> dict[str, Any]:
+    """Tokens by site and expert over all stored steps: `old` and `new` [L][E], counted over the response
     tokens' own positions; `moved` [L][E]: slots that left the expert (its old tokens that the new policy sends
     elsewhere). `steps` are those that were counted; sites are empty where no step's routes were kept."""
-    steps = [step for step in stored_steps(folder) if until is None or step <= until]
+    steps = stored_steps(folder)
     found = {step: _step_counts(folder, step, tokens_file(folder, step).stat().st_mtime_ns) for step in steps}
     counted = {step: counts for step, counts in found.items() if counts}
     sites = next((sites for sites, _ in counted.values()), ())
@@ -93,7 +93,7 @@ def _step_counts(folder: Path, step: int, _changed: int) -> tuple[list[str], np.
     if not stored.routed:
         return None
     routes = stored.routes(0)
-    experts = routes.num_experts if isinstance(routes.num_experts, int) else max(routes.num_experts)
+    experts = int(np.max(routes.num_experts))  # one number, or one of each site
     old, new = (stored.all_experts(update) for update in (0, stored.updates[-1]))
     left = np.where(slots_left(old, new), old, -1)
     counts = [

@@ -1,15 +1,14 @@
 """A plain-words reading of a study, from its numbers by fixed rules; nothing expected is written in here.
 
-The rules are printed with the reading (`rules_of`), so that a reader can check every sentence against a table.
+The rules are printed with the reading (`rules`), so that a reader can check every sentence against a table.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pandas as pd
 
 from moe_rl.study.arms import condition_label, full_label, replay_identity
-from moe_rl.study.comparing import Pair, comparisons, declared, enough_pairs, interest
+from moe_rl.study.comparing import Pair, comparisons, declared, interest
 from moe_rl.study.curves import BELOW_START_RULE, COLLAPSE_RULE, FAILED_RULE, FINAL_STEPS, GAIN
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import evaluations, final_rewards, reward_names, run_outcomes
@@ -47,15 +46,10 @@ def rules(interest: float = INTEREST) -> list[str]:
     ]
 
 
-def rules_of(data: StudyData) -> list[str]:
-    """The rules with this study's smallest difference of interest."""
-    return rules(interest(data))
-
-
 def read(data: StudyData) -> list[Statement]:
     """All statements that this study's data allow, in the order of the report."""
     parts = (_runs, _reward, _replay_check, _outcomes, routing_statements, _power, _roundings)
-    return [replace(s, text=minus(s.text)) for part in parts for s in part(data)]
+    return [Statement(topic, minus(text)) for part in parts for topic, text in part(data)]
 
 
 def _runs(data: StudyData) -> Iterator[Statement]:
@@ -210,7 +204,7 @@ def power_sentence(data: StudyData) -> str:
         )
     few = [pair for pair in pairs if not pair.result.tested]
     rest = f" {count(len(few), 'comparison')} of {_pairs(few)}: ranges only." if few else ""
-    if not enough_pairs(data):
+    if max(pair.result.n for pair in tested) < fewest_pairs(family):
         return (
             f"{_pairs(tested)} and {count(family, 'comparison')}: no difference can get a verdict, for Holm over "
             f"{family} needs {fewest_pairs(family)} pairs. {spread}.{rest}"

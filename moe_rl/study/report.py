@@ -17,13 +17,14 @@ from moe_rl.starts import environments
 from moe_rl.study.alarm_table import alarm_rows, collapses
 from moe_rl.study.answer import answer
 from moe_rl.study.arms import arm_settings, full_label
+from moe_rl.study.comparing import interest
 from moe_rl.study.data import Run, StudyData, declared_arms, load
 from moe_rl.study.figures import StudyFigure, drawn_figures, each_figure, save_figure
 from moe_rl.study.figures.screen import inline_svg
 from moe_rl.study.outcomes import counts_shown, final_rewards, reward_names
-from moe_rl.study.reading import read, rules_of
+from moe_rl.study.reading import read, rules
 from moe_rl.study.roundings import component_table, conclusion_table
-from moe_rl.study.statistics import FEWEST, interval_note
+from moe_rl.study.statistics import interval_note, seed_interval
 from moe_rl.study.summary import POSITIONS
 from moe_rl.study.token_view import token_view_html
 from moe_rl.study.words import by_topic, count, listed, probability
@@ -79,9 +80,9 @@ def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequ
         data=data,
         question=str(data.config.get("question") or ""),
         notes=str(data.config.get("notes") or ""),
-        statements=by_topic((s.topic, s.text) for s in read(data)),
+        statements=by_topic(read(data)),
         answer=answer(data),
-        rules=rules_of(data),
+        rules=rules(interest(data)),
         intervals=interval_note(int(finals["n"].mode().iloc[0]), finals["n"]),
         positions=POSITIONS,
         conclusions=conclusion_table(data).to_dict("records"),
@@ -122,20 +123,14 @@ def _finals(data: StudyData) -> list[dict[str, Any]]:
         beside = "sampled" if "sampled" in row else "evaluation"
         row["label"] = full_label(data, row["arm"])
         row["seeds"] = ", ".join(f"{value:.3f}" for value in row["by_seed"].values())
-        row["bounds"] = _bounds(row["by_seed"], row["low"], row["high"])
+        row["bounds"] = seed_interval([*row["by_seed"].values()]).bounds
         row["beside"] = row[beside]
-        row["beside_bounds"] = _bounds(row[f"{beside}_by_seed"], row[f"{beside}_low"], row[f"{beside}_high"])
+        row["beside_bounds"] = seed_interval([*row[f"{beside}_by_seed"].values()]).bounds
         row["note"] = ", held out" if row["measured"] == "held out" and beside == "evaluation" else ""
         left = len(data.arms["seeds"][row["arm"]]) - row["finished"]
         row["note"] += f" ({left} of {count(left + row['finished'], 'run')} unfinished)" if left else ""
         row["wrong"] = counts_shown(row)
     return [{str(key): value for key, value in row.items()} for row in rows]
-
-
-def _bounds(by_seed: dict[int, float], low: float, high: float) -> str:
-    """An interval over seeds; said to be a range where they are too few for one."""
-    few = int(np.isfinite(list(by_seed.values())).sum()) < FEWEST
-    return (f"[{low:.3f}, {high:.3f}]" + " range" * few) if np.isfinite(low) else "–"
 
 
 def _arms(data: StudyData) -> list[dict[str, Any]]:

@@ -153,8 +153,8 @@ def effective_routes(data: StudyData) -> pd.DataFrame:
 
     def routed(path: object) -> tuple[Any, int]:
         routes = read_route_table(str(path))
-        ids, experts = routes.ids.flatten(0, 1), routes.num_experts
-        return ids[(ids >= 0).all(-1).all(-1)], experts if isinstance(experts, int) else max(experts)
+        ids = routes.ids.flatten(0, 1)
+        return ids[(ids >= 0).all(-1).all(-1)], int(np.max(routes.num_experts))  # one number, or one of each site
 
     most = min((len(routed(row.path)[0]) for row in last), default=0)  # read twice: never two runs' routes in memory
     rows = []
@@ -205,8 +205,7 @@ def _counted_by_load(stored: TokenStep) -> np.ndarray:
     old, new = (stored.all_experts(update) for update in (0, stored.updates[-1]))
     routed = np.broadcast_to(((old >= 0) & (new >= 0)).all(-1, keepdims=True), old.shape)
     left = slots_left(old, new)
-    given, sites = stored.routes(0).num_experts, old.shape[1]
-    numbers = [given] * sites if isinstance(given, int) else given
+    numbers = np.broadcast_to(stored.routes(0).num_experts, old.shape[1])
     found = np.zeros((3, len(LOADS)))
     for site, number in enumerate(numbers):
         ids = old[:, site]

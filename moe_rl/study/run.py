@@ -58,9 +58,7 @@ def run_one(
     """
     if config.model.path is None:
         suit_small_model()
-    model = seeded(config.model, config.seed)
-    if model != config.model:
-        config = dataclasses.replace(config, model=model)
+    config = dataclasses.replace(config, model=seeded(config.model, config.seed))
     validate(config)
     task = check_here(config)
     ranks = ranks_of(config.distributed, config.model.device)
@@ -229,18 +227,10 @@ def _math_libraries(built: str) -> list[str]:
 
 def _git() -> dict[str, Any]:
     """Commit and dirty flag of the source tree, null when it is not a checkout."""
-    describe = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--abbrev=40",
-        "--exclude=*",
-        "--dirty",
-    ]
+    describe, here = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"], Path(__file__).parent
     try:
-        said = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        ran = subprocess.run(describe, cwd=here, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return {"git_commit": None, "git_dirty": None}
+    said = ran.stdout.strip()
     return {"git_commit": said.removesuffix("-dirty"), "git_dirty": said.endswith("-dirty")}

@@ -69,7 +69,7 @@ def find_study(word: str) -> Path:
 
 
 def read_study_file(path: Path) -> Any:
-    """What a study file holds, as plain data. Raises StudyFileError: no file, or not YAML."""
+    """What a study file holds, as plain data. Raises StudyFileError: no file, one that cannot be read, or not YAML."""
     if path.is_dir():
         raise StudyFileError(f"{path} is a folder; a study file is YAML")
     if not path.exists():
@@ -77,7 +77,7 @@ def read_study_file(path: Path) -> Any:
         raise StudyFileError(f"{path}: no such study file{near}")
     try:
         return parse_yaml(path.read_bytes())
-    except YamlError as error:
+    except (OSError, YamlError) as error:
         raise StudyFileError(f"{path}: {error}") from error
 
 
@@ -87,10 +87,7 @@ def outline(path: Path) -> Outline:
     Raises:
         StudyFileError: no file, or not YAML.
     """
-    try:
-        data = read_study_file(path)
-    except OSError as error:
-        raise StudyFileError(f"{path}: {error}") from error
+    data = read_study_file(path)
     data = data if isinstance(data, dict) else {}
     arms = data.get("arms")
     arms = arms if isinstance(arms, dict) else {}

@@ -51,6 +51,11 @@ class Interval:
         """Of what this is the logarithm of."""
         return replace(self, estimate=exp(self.estimate), low=exp(self.low), high=exp(self.high))
 
+    @property
+    def bounds(self) -> str:
+        """`[0.1, 0.2]`; said to be a range where it is one, – where there is none."""
+        return f"[{self.low:.3f}, {self.high:.3f}]" + " range" * (self.method == "range") if self.known else "–"
+
     def text(self, form: str) -> str:
         """Each number in this form; the estimate alone where there is no interval."""
         return f"{self.estimate:{form}}" + (f" [{self.low:{form}}, {self.high:{form}}]" if self.known else "")

@@ -24,7 +24,7 @@ from moe_rl.study.alarms import ALARMS, Alarm, AlarmError, LiveAlarms, alarms_of
 from moe_rl.study.cursor import LiveError
 from moe_rl.study.figures.screen import scales
 from moe_rl.study.live import LiveStudies, LiveStudy
-from moe_rl.study.live_rows import COLUMNS, expert_counts, new_rows, new_sites
+from moe_rl.study.live_rows import expert_counts, new_rows, new_sites
 from moe_rl.study.shown import choosable
 from moe_rl.study.token_view import TokenStep, static, stored_steps, tokens_file
 
@@ -127,7 +127,7 @@ class Api:
         names = ("name", "title", "rule", "source", "declared")
         alarms = [{name: getattr(a, name) for name in names} | {"of": [a.kind, a.metric]} for a in table]
         about = {"alarms": alarms, "alarms_problem": problem, "studies": self.studies.names()}
-        return {**live.overview(), **about, "columns": COLUMNS, "scales": scales()}
+        return {**live.overview(), **about, "scales": scales()}
 
     def catalogue(self, query: dict[str, str]) -> dict[str, Any]:
         """Metrics that can be drawn besides the page's own curves."""
@@ -148,11 +148,11 @@ class Api:
         return answer if answer["more"] else {**answer, "alarms": self._alarms(self._live(query), query["run"], folder)}
 
     def experts(self, query: dict[str, str]) -> dict[str, Any]:
-        """Tokens by site and expert of `run`, old against new, over the stored steps up to `step`, if given."""
+        """Tokens by site and expert of `run`, old against new, over the stored steps."""
         folder = self._folder(query)
         import_torch()
         with self.lock:
-            return expert_counts(folder, _whole(query, "step") if "step" in query else None)
+            return expert_counts(folder)
 
     def sites(self, query: dict[str, str]) -> dict[str, Any]:
         """Slot change by routing site of `run` after the cursor `since`, and the noise floor."""

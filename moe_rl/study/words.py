@@ -3,14 +3,13 @@
 import re
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 
-@dataclass(frozen=True)
-class Statement:
+class Statement(NamedTuple):
     """One finding: what it is about, and the sentence."""
 
     topic: str

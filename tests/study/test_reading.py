@@ -9,10 +9,10 @@ import pytest
 from read_studies import at_start, reward_texts, study_of, text_on, texts_of
 
 from moe_rl.study.answer import answer
-from moe_rl.study.comparing import comparisons
+from moe_rl.study.comparing import comparisons, interest
 from moe_rl.study.data import Run
 from moe_rl.study.outcomes import final_rewards, run_outcomes
-from moe_rl.study.reading import read, rules_of
+from moe_rl.study.reading import read, rules
 
 EIGHT = (0.80, 0.81, 0.83, 0.79, 0.82, 0.80, 0.84, 0.81)
 LOW = (0.40, 0.42, 0.42, 0.41, 0.40, 0.43, 0.41, 0.39)
@@ -110,7 +110,7 @@ def test_declared_comparisons_are_the_family():
     assert pairs[0].result.verdict == "no difference of interest"  # .4 is not of interest here
     text = " ".join(s.text for s in read(study) if s.topic == "Reward")
     assert "2 comparisons, declared in the study file; p adjusted by Holm over 2." in text
-    assert "at least 0.45" in " ".join(rules_of(study))
+    assert "at least 0.45" in " ".join(rules(interest(study)))
     assert comparisons(_many(comparisons=[["d", "not run yet"]])) == []
 
 

@@ -15,9 +15,10 @@ from synthetic import write_study
 
 from moe_rl.study import draw_study, load, write_report
 from moe_rl.study.answer import answer
+from moe_rl.study.comparing import interest
 from moe_rl.study.figures import FIGURES, reward
 from moe_rl.study.figures.screen import ON_DARK_CELL, ON_LIGHT_CELL
-from moe_rl.study.reading import rules_of
+from moe_rl.study.reading import rules
 from moe_rl.study.report import _commands, _own_limits, inline_svg, render_report
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -275,7 +276,7 @@ def test_figures_have_colours_of_their_own_on_a_dark_page(folder):
 
 
 def test_rules_are_printed_with_the_reading(text, folder):
-    for rule in rules_of(load(folder)):
+    for rule in rules(interest(load(folder))):
         assert str(escape(rule)) in text
 
 

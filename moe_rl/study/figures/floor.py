@@ -35,7 +35,7 @@ def floor_note(floor: pd.DataFrame, start: str = "Dashed: noise floor") -> str:
 
 def gap_note(floor: pd.DataFrame, columns: dict[str, str]) -> str:
     """Variances of `summary.noise_floor`'s kind (`columns`: name -> word), for a caption; empty where not measured."""
-    known = {name: word for name, word in columns.items() if name in floor and floor[name].notna().any()}
+    known = {name: word for name, word in columns.items() if floor[name].notna().any()}
     if not known:
         return ""
     values = [

@@ -77,9 +77,9 @@ def short_label(data: StudyData, arm: str, width: int = 17) -> str:
     return "\n".join(next(lines for short in shorter if len(lines := textwrap.wrap(short, width)) <= TALL))
 
 
-def fixed_figure(width: float, height: float) -> Figure:
+def fixed_figure(height: float) -> Figure:
     """A figure whose axes are placed by hand: of forty panels, a layout engine would take seconds."""
-    figure = Figure(figsize=(width, height))
+    figure = Figure(figsize=(PAGE, height))
     figure.set_layout_engine("none")
     return figure
 
@@ -120,7 +120,7 @@ def arm_grid(data: StudyData, arms: Sequence[str], above: float = 0.0) -> tuple[
     wide = (PAGE - left - right - gap * (columns - 1)) / columns
     above += 0.06
     total = above + lines * (height + head) + foot
-    figure = fixed_figure(PAGE, total)
+    figure = fixed_figure(total)
     axes: list[Axes] = []
     for i, title in enumerate(titles):
         line, column = divmod(i, columns)

@@ -94,7 +94,8 @@ class Registered:
             words = seeds_words(data, runs, drawn.interval, counts)
             drawn.figure.supxlabel(words, x=0.008, ha="left", fontsize=6.5, color=GREY)
         own = " ".join(part for part in (self.caption, drawn.said) if part)
-        notes = [*self.notes, *drawn.notes, noise_note(data), seeds_note(data, runs, bool(drawn.interval), counts)]
+        noise = NOISE if (data.arms["noise"] > 0).any() else ""
+        notes = [*self.notes, *drawn.notes, noise, seeds_note(data, runs, bool(drawn.interval), counts)]
         shared = tuple(dict.fromkeys(note for note in notes if note))
         caption = " ".join((own, *shared))
         return StudyFigure(self.name, self.title, caption, drawn.figure, drawn.frame, own, shared, drawn.tables)
@@ -158,11 +159,6 @@ def need(frame: pd.DataFrame, columns: Sequence[str], figure: str) -> pd.DataFra
         why = "their rows of this kind lack it" if len(frame) else "no such rows yet, or switched off"
         raise NothingToDraw(f"{figure}: the runs recorded no {what} ({why})")
     return rows
-
-
-def noise_note(data: StudyData) -> str:
-    """What selection noise is, where an arm has some."""
-    return NOISE if (data.arms["noise"] > 0).any() else ""
 
 
 def seeds_note(data: StudyData, runs: Runs, interval: bool, counts: Sequence[int] = ()) -> str:

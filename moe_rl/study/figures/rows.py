@@ -89,7 +89,7 @@ def arm_rows(
     rows = max([*places.values(), *headings.values()]) + 1
     high = EACH * rows * (1.35 if longest > LETTERS else 1)  # two lines need room
     total = head + foot + high
-    figure = fixed_figure(PAGE, total)
+    figure = fixed_figure(total)
     wide = (PAGE - left - 0.08 - beside - gap * (len(columns) - 1)) / len(columns)
     axes: list[Axes] = []
     for i, column in enumerate(columns):

@@ -21,7 +21,7 @@ var moeRL = window.moeRL || (window.moeRL = {});
   };
   moeRL.set = (element, properties) => {
     for (const [name, value] of Object.entries(properties)) {
-      if (name === "onclick" || name.startsWith("on")) element[name] = value;
+      if (name.startsWith("on")) element[name] = value;
       else if (name === "style") for (const [key, v] of Object.entries(value)) element.style.setProperty(key, v);
       else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
     }
@@ -314,6 +314,5 @@ var moeRL = window.moeRL || (window.moeRL = {});
     const view = new moeRL.TokenView(document.getElementById("token-view"), source, () => data.scales[dark.matches ? "dark" : "light"]);
     const first = data.index.responses[0];
     view.choose({ run: data.run, seq: first ? first.seq : null });
-    moeRL.view = view;
   };
 })();

@@ -1,7 +1,7 @@
 // The page: asks for what is new every two seconds, keeps the curves, draws what changed.
 "use strict";
 (() => {
-  const { make, number } = moeRL;
+  const { make } = moeRL;
   const POLL = 2000, QUIET_SECONDS = 60;
   const $ = (id) => document.getElementById(id);
   const dark = matchMedia("(prefers-color-scheme: dark)");

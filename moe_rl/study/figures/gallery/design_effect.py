@@ -81,8 +81,5 @@ def design_effects(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def _variance(values: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
-    """The variance within each group, about the group's own mean."""
-    with np.errstate(invalid="ignore"):  # a group without values
-        count = np.bincount(group, minlength=groups)
-        mean = np.bincount(group, values, groups) / count
-        return np.bincount(group, (values - mean[group]) ** 2, groups) / count
+    """The variance within each group, about the group's own mean; NaN without values."""
+    return pd.Series(values).groupby(group).var(ddof=0).reindex(range(groups)).to_numpy()

@@ -55,7 +55,7 @@ def dose_response(data: StudyData) -> Drawing:
             shown = rows[rows["variance"] > 0] if y == "variance" else rows  # 0 has no place on a log axis
             if shown.empty:
                 continue
-            table = interval_table(shown, "arm", "dose", y).sort_values("dose")
+            table = interval_table(shown, "dose", y).sort_values("dose")
             draw_marks(ax, table, shown, "dose", y, look_of(str(method)), label)
             if len(table) == 1:
                 ax.axhline(table["mean"].iloc[0], color=look_of(str(method)).colour, lw=0.9, ls=(0, (1, 2)))
@@ -85,12 +85,12 @@ def dose_table(data: StudyData) -> pd.DataFrame:
     return found.join(about, on="arm").sort_values(["noise", "arm", "seed"]).reset_index(drop=True)
 
 
-def interval_table(rows: pd.DataFrame, by: str, x: str, y: str) -> pd.DataFrame:
-    """Per `by`: mean of x over seeds; n, mean, low and high of y."""
+def interval_table(rows: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
+    """Per arm: mean of x over seeds; n, mean, low and high of y."""
     found = []
-    for key, part in rows.groupby(by, sort=False):
+    for arm, part in rows.groupby("arm", sort=False):
         one = seed_interval(part[y].to_numpy(dtype=float))
-        found.append({by: key, x: part[x].mean(), "n": one.n, **one.columns("mean")})
+        found.append({"arm": arm, x: part[x].mean(), "n": one.n, **one.columns("mean")})
     return pd.DataFrame(found)
 
 

@@ -58,7 +58,7 @@ def engine_mismatch(data: StudyData) -> Drawing:
             right.plot([100 * np.nanmean(clipped)], [y], "o", color=colour, ms=5)
     left.set_xscale("log")
     floor = floor_variance(data)
-    draw_across(left, floor["var_token"] if len(floor) else pd.Series(dtype=float), vertical=True)
+    draw_across(left, floor["var_token"], vertical=True)
     left.set_yticks(range(len(arms)), [in_two_lines(str(data.arms["label"][arm])) for arm in arms])
     left.set_ylim(len(arms) - 0.4, -0.6)
     left.set_xlabel("variance of log(π_old / μ), nats²")

@@ -107,7 +107,7 @@ def _by_arm(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: li
     longest = max(len(line) for label in labels for line in label.split("\n"))
     left, foot, head = min(2.2, 0.2 + 0.053 * longest), 0.55, 0.12
     total = high + foot + head
-    drawn = fixed_figure(PAGE, total)
+    drawn = fixed_figure(total)
     ax = drawn.add_axes((left / PAGE, foot / total, (PAGE - left - 0.75) / PAGE, high / total))
     values = grid.to_numpy(dtype=float)
     values = np.vstack([values, *(100 * floor[name].reindex(grid.columns).to_numpy()[None] for name in floor)])

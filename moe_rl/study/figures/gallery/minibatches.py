@@ -33,7 +33,7 @@ def minibatches(data: StudyData) -> Drawing:
     for i, (method, rows) in enumerate(seeds.groupby("method", sort=False)):
         beside = 1.09 ** (i - (methods - 1) / 2)  # arms of one N stand side by side, not on one another
         for ax, y in zip(axes, ("final", "peak"), strict=True):
-            table = interval_table(rows, "arm", "updates", y).sort_values("updates")
+            table = interval_table(rows, "updates", y).sort_values("updates")
             means, values = (part.assign(updates=beside * part["updates"]) for part in (table, rows))
             draw_marks(ax, means, values, "updates", y, look_of(str(method)), method_label(data, str(method)))
             parts.append(table.assign(quantity=y, method=method))

@@ -91,26 +91,19 @@ def precision_table(data: StudyData) -> pd.DataFrame:
     found = []
     for (arm, seed), part in precision_rows(data).groupby(["arm", "seed"], sort=False):
         steps = part.sort_values("step")
-        log_k3 = np.log(steps["k3"].where(steps["k3"] > 0).to_numpy(dtype=float))
-        first, last, share = slice(5), slice(-5, None), steps["routing_share"].to_numpy(dtype=float)
+        log_k3, share = np.log(steps["k3"].where(steps["k3"] > 0)), steps["routing_share"]
         found.append(
             {
                 "arm": arm,
                 "seed": seed,
                 "slot_change": part["slots_changed"].sum() / part["slots"].sum(),
-                "k3": float(np.exp(_mean(log_k3))),
-                "routing_share": _mean(share),
-                "k3_growth": float(np.exp(_mean(log_k3[last]) - _mean(log_k3[first]))),
-                "share_growth": _mean(share[last]) - _mean(share[first]),
+                "k3": np.exp(log_k3.mean()),
+                "routing_share": share.mean(),
+                "k3_growth": np.exp(log_k3.tail(5).mean() - log_k3.head(5).mean()),
+                "share_growth": share.tail(5).mean() - share.head(5).mean(),
             }
         )
     return pd.DataFrame(found)
-
-
-def _mean(values: np.ndarray) -> float:
-    """Of those that are numbers; NaN of none."""
-    kept = values[np.isfinite(values)]
-    return float(kept.mean()) if len(kept) else float("nan")
 
 
 def flip_ratio(data: StudyData, formats: dict[str, tuple[str, bool]]) -> str | None:

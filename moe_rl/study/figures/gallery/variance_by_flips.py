@@ -73,7 +73,7 @@ def variance_by_flips(data: StudyData) -> Drawing:
         ax.set_ylim(low / 2, high * 2)  # an interval of few seeds may span decades
         log_y(ax)
     floor = floor_variance(data)
-    for ax in axes if len(floor) else ():
+    for ax in axes:
         draw_across(ax, floor["var_token"])
     names = ("sites changed where the token is predicted", "variance of log r, nats²")
     if many(data):
