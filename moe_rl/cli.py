@@ -21,13 +21,9 @@ LABORATORY = ("accelerate", "pandas", "pyarrow", "matplotlib", "scipy", "rich", 
 """What the commands need beyond the instrument: the extra `lab`."""
 
 
+@ends_with_its_reader()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Expected errors are one message on stderr and exit status 1; wrong usage is 2."""
-    with ends_with_its_reader():
-        _main(arguments)
-
-
-def _main(arguments: Sequence[str] | None) -> None:
     waiting_threads_sleep()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["--version"]:

@@ -26,7 +26,7 @@ from typing import Any, SupportsIndex
 from moe_rl.done import NAME as DONE
 from moe_rl.done import write_done
 from moe_rl.files import atomic_file, naming, sole_writer, write_atomic, write_json
-from moe_rl.names import arm_refusal, nearest, run_place
+from moe_rl.names import arm_refusal, nearest, run_place, seed_of
 from moe_rl.run_rows import (
     ROWS,
     RunFolderError,
@@ -330,7 +330,7 @@ def _run_folder(folder: Path, arm: str, seed: SupportsIndex) -> Path:
     if refusal is not None:
         raise RunFolderError(f"arm {arm!r}: {refusal}")
     seed = index_of(seed, "seed", "run", 0)
-    if re.fullmatch(r"seed\d+", folder.name):
+    if seed_of(folder) is not None:
         if run_place(folder).parts[-2:] != (arm, f"seed{seed}"):
             raise RunFolderError(
                 f"{folder} is not the folder of arm {arm!r}, seed {seed}: expected .../{arm}/seed{seed}"

@@ -34,6 +34,7 @@ from moe_rl.policy.models import (
 from moe_rl.policy.tiny import ModelError
 from moe_rl.processes import suit_model
 from moe_rl.routing import UnsupportedModelError, routing_sites
+from moe_rl.settings import differences
 
 SIZES = (
     "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "num_experts_per_token", "moe_topk",
@@ -162,11 +163,11 @@ def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_rem
                 f"two architectures: {first} is {type(a).__name__}, {name} is {type(b).__name__}. Routes can only be "
                 "compared, and replayed, between checkpoints of one architecture."
             )
-        for what, ours, theirs in _differing(_architecture(a), _architecture(b)):
-            raise DriftError(f"two architectures: {what} is {ours} in {first} and {theirs} in {name}")
-        settings = (_flat(_settings(model.config.to_dict())) for model in (a, b))
-        differ = sorted(_differing(*settings))
-        other_settings += [f"{key} is {ours} in {first} and {theirs} in {name}" for key, ours, theirs in differ]
+        for what, (one, other) in differences(_architecture(a), _architecture(b)).items():
+            raise DriftError(f"two architectures: {what} is {one} in {first} and {other} in {name}")
+        ours, theirs = (_flat(_settings(model.config.to_dict())) for model in (a, b))
+        differ = sorted(differences(ours, theirs).items())
+        other_settings += [f"{key} is {one} in {first} and {other} in {name}" for key, (one, other) in differ]
     vocabulary = vocabulary_of(a)
     return Checkpoints(
         pad_within(_tokenizer(sources, tokenizer, trust_remote_code), vocabulary),
@@ -220,12 +221,6 @@ def _architecture(model: Any) -> dict[str, Any]:
     sizes = {size: getattr(model.config, size, None) for size in SIZES}
     sizes |= {"the number of experts for a token": experts_per_token(model.config.get_text_config())}  # by any name
     return sizes | {name: tuple(tensor.shape) for name, tensor in sorted(model.state_dict().items())}
-
-
-def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Names under which they hold different values, with both values; None for nothing."""
-    pairs = ((name, ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs]))
-    return [(name, a, b) for name, a, b in pairs if a != b]
 
 
 def check_device(name: str | None) -> torch.device:
@@ -339,8 +334,8 @@ def _tokenizer(sources: Mapping[str, Source], chosen: str | None, trust_remote_c
 
 def _same_tokens(ours: Any, theirs: Any, first: str, which: str) -> None:
     remedy = "If one of them is right for both, name it: --tokenizer PATH."
-    if differ := sorted(_differing(ours.get_vocab(), theirs.get_vocab())):
-        token, a, b = differ[0]
+    if differ := sorted(differences(ours.get_vocab(), theirs.get_vocab()).items()):
+        token, (a, b) = differ[0]
         raise DriftError(
             f"two tokenizers: {len(differ)} tokens differ, the first is {token!r} ({a} in {first}, {b} in {which}). "
             f"{remedy}"

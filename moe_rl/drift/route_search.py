@@ -43,7 +43,8 @@ def explanations(work: Work, own: OwnRoutes, layers: tuple[int, ...]) -> list[Ex
     """As it is, `layers` being the expected ones (-1 for a site that has none); shifted; layers in another order; ids
     renamed; the last two shifted, too."""
     a, b, _ = pairs_of(work, own, 0, SEARCHED)
-    found = [Explanation(0, layers, None, agreement(a, b, layers), 0)]
+    rates = [slots_of(a[:, c], b[:, site]).mean() for site, c in enumerate(layers) if c >= 0 and len(a)]
+    found = [Explanation(0, layers, None, float(np.mean(rates or [0.0])), 0)]
     for shift in SHIFTS:
         moved = 1 if shift else 0
         a, b, rows = pairs_of(work, own, shift, SEARCHED)
@@ -67,12 +68,6 @@ def explanations(work: Work, own: OwnRoutes, layers: tuple[int, ...]) -> list[Ex
             rates = [slots_of(mapped(a[even, c], maps[site]), b[even, site]).mean() for site, c in enumerate(layers)]
             found.append(Explanation(shift, layers, tuple(maps), float(np.mean(rates)), moved + 2))
     return found
-
-
-def agreement(a: np.ndarray, b: np.ndarray, layers: tuple[int, ...]) -> float:
-    """Mean slot agreement over the sites that have a captured layer; 0 where nothing can be compared."""
-    rates = [slots_of(a[:, c], b[:, site]).mean() for site, c in enumerate(layers) if c >= 0 and len(a)]
-    return float(np.mean(rates)) if rates else 0.0
 
 
 def pairs_of(

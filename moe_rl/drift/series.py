@@ -6,7 +6,7 @@ other. What is measured is on disk after every checkpoint, in OUTPUT.partial, wh
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,7 @@ def run_series(options: DriftOptions) -> Path:
 
     Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
     """
-    paths = checkpoints.chosen(options.checkpoints)
-    options = replace(options, checkpoints=tuple(paths))
+    paths = options.checkpoints
     places = [place_of(path) for path in paths]
     if len(set(places)) < len(places):
         raise DriftError(f"the series names {next(p for p in places if places.count(p) > 1)} twice")

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from moe_rl.integrations.measures import Measures, Minibatch, ProbeBatch, Ranks, measure
 from moe_rl.integrations.old_policy import OldPolicy, refuse_options, refuse_random, same_policy
+from moe_rl.names import seed_of
 from moe_rl.routing import RoutedExperts, RoutingError, record_routes, replay_routes
 
 if TYPE_CHECKING:  # whatever trainer it is put in front of
@@ -312,16 +312,17 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
     from moe_rl.run_folder import RunWriter
 
     folder, args = Path(run_folder), trainer.args
-    seed = re.fullmatch(r"seed(\d+)", folder.name)
-    if seed and int(seed[1]) != args.seed:
+    seed = seed_of(folder)
+    if seed not in (None, args.seed):
         _LOG.warning(
             "%s says seed %s, the trainer's arguments say seed=%d, from which it samples: runs that differ by their "
             "folders alone are one run, and would be counted as several",
             folder,
-            seed[1],
+            seed,
             args.seed,
         )
-    arm = folder.parent.name if seed else objective + ("" if trainer.replay == "none" else f"_{trainer.replay.lower()}")
+    suffix = "" if trainer.replay == "none" else f"_{trainer.replay.lower()}"
+    arm = objective + suffix if seed is None else folder.parent.name
     given = {name: value for name, value in sorted(args.to_dict().items()) if is_plain(value)}
     nested = {name: value for name, value in given.items() if isinstance(value, list | dict)}  # once not kept
     known = {f.name: f.default for f in fields(args) if f.name in given and is_plain(f.default)} | nested
@@ -337,7 +338,7 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
     return RunWriter(
         folder,
         arm=arm,
-        seed=int(seed[1]) if seed else args.seed,
+        seed=args.seed if seed is None else seed,
         config={**method, **about, **grouped(given)},
         defaults={**about, **grouped(known)},
         free=[*free, "model.path"],

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from moe_rl.measure.arithmetic import joined
 from moe_rl.measure.metrics import balance_metrics, change_metrics, ratio_metrics, update_ratio_metrics, variance
 from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
@@ -129,15 +130,15 @@ class Measures:
 
     def __init__(self, ranks: Ranks, log: Mapping[str, list[float]], sequence_clip: bool | None) -> None:
         self.ranks, self.log, self.sequence_clip = ranks, log, sequence_clip
-        self.writer: Any = None
-        self.step: int | None = None
-        self.minibatches: list[Minibatch] = []
-        self.loss, self.grad_norm = 0.0, float("nan")
+        self.grad_norm = float("nan")
+        self.begin(None)
 
     def begin(self, writer: Any) -> None:
-        """Training begins, or is resumed, with a writer or None."""
-        self.writer, self.step = writer, None
-        self.minibatches, self.loss = [], 0.0  # of an update that was interrupted
+        """Training begins, or is resumed, with a writer or None; what an interrupted update left is gone."""
+        self.writer = writer
+        self.step: int | None = None
+        self.minibatches: list[Minibatch] = []
+        self.loss = 0.0
 
     def scored(self, responses: int, updates: int, batches: int, rewards: Callable[[], Mapping[str, float]]) -> None:
         """A batch was sampled and scored. `updates`, `batches`: how many there were before it, where training begins or
@@ -205,12 +206,9 @@ class Measures:
         first = [p.first_change for p in parts if p.first_change is not None]
         if first:
             self._say("first_change", self.ranks.most(max(first)))
-        longest = max(p.mask.shape[1] for p in parts)
-        old, new, mask = (
-            torch.cat([nn.functional.pad(x, (0, longest - x.shape[1])) for x in tensors])
-            for tensors in zip(*((p.old_logps, p.logps, p.mask) for p in parts), strict=True)
-        )
-        old, new, mask = self.ranks.rows(old), self.ranks.rows(new), self.ranks.rows(mask).bool()
+        tensors: Any = zip(*((p.old_logps, p.logps, p.mask) for p in parts), strict=True)
+        old, new, mask = (self.ranks.rows(joined(of_all)) for of_all in tensors)
+        mask = mask.bool()
         tokens = self.ranks.sums(torch.stack([p.mask.sum() for p in parts]))
         sequences = self.ranks.sums(torch.stack([p.mask.bool().any(1).sum() for p in parts]))
         clipped = self.ranks.sums(torch.tensor([[p.clipped_tokens, p.clipped_sequences] for p in parts]).sum(0))

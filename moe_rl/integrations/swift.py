@@ -13,6 +13,7 @@ ms-swift 4.6.0 pins transformers < 5.20 and trl < 1.0, moe_rl needs transformers
 """
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,14 +42,11 @@ def install(replay: str = "R2", **options: Any) -> type:
 
     refuse_other_version("ms-swift", swift, VERSIONS, "trainer", "its grpo_trainer.py")
     place = TrainerFactory.TRAINER_MAPPING["grpo"]
-    trainer = routing_replay(TrainerFactory.get_cls(_Grpo, {"grpo": place}), replay, **options)
+    own = TrainerFactory.get_cls(SimpleNamespace(rlhf_type="grpo"), {"grpo": place})
+    trainer = routing_replay(own, replay, **options)
     globals()["InstalledGRPOTrainer"] = trainer
     TrainerFactory.TRAINER_MAPPING["grpo"] = f"{__name__}.InstalledGRPOTrainer"
     return trainer
-
-
-class _Grpo:
-    rlhf_type = "grpo"
 
 
 def routing_replay(

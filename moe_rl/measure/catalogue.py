@@ -89,24 +89,6 @@ def _level(level: str) -> tuple[Metric, ...]:
     )  # fmt: skip
 
 
-def _memory() -> tuple[Metric, ...]:
-    kept = "model: the policy; value: PPO; reward: learned reward; reference, initial: where the method keeps them; what is shared with the policy (model.lora) does not count again"
-    return (
-        M("model_parameters", "count", "parameters of the policy"),
-        M("model_bytes", "bytes", "of its weights; under fsdp2 here and below of all shards together"),
-        M("model_optimizer_bytes", "bytes", "of its optimizer's state"),
-        M("<model>_parameters", "count", f"the same of other models. {kept}", when="such a model"),
-        M("<model>_optimizer_bytes", "bytes", "of their optimizers' states", when="such a model, trained"),
-        M("<model>_bytes", "bytes", "of their weights", when="such a model"),
-        M(
-            "peak_bytes",
-            "bytes",
-            "most that torch held at once on its device since the process began, the largest over ranks",
-            when="a GPU",
-        ),
-    )
-
-
 CATALOGUE: dict[str, tuple[Metric, ...]] = {
     "rollout": (
         M("reward", "reward", "mean of the verifier's rewards over the sampled responses, those of replaced groups included", "Σ reward / reward_n"),
@@ -200,7 +182,13 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
     ),
     "step": (
         M("seconds", "s", "wall time of the step: sampling, scoring, updates and probes, without checkpoint and evaluation"),
-        *_memory(),
+        M("model_parameters", "count", "parameters of the policy"),
+        M("model_bytes", "bytes", "of its weights; under fsdp2 here and below of all shards together"),
+        M("model_optimizer_bytes", "bytes", "of its optimizer's state"),
+        M("<model>_parameters", "count", "the same of other models. model: the policy; value: PPO; reward: learned reward; reference, initial: where the method keeps them; what is shared with the policy (model.lora) does not count again", when="such a model"),
+        M("<model>_optimizer_bytes", "bytes", "of their optimizers' states", when="such a model, trained"),
+        M("<model>_bytes", "bytes", "of their weights", when="such a model"),
+        M("peak_bytes", "bytes", "most that torch held at once on its device since the process began, the largest over ranks", when="a GPU"),
         M("reward_model_loss", "nats", "mean loss over the pairs of the retraining's last epoch", when="reward.model learned"),
         M("reward_model_new", "count", "new comparisons in it", when="reward.model learned"),
         M("reward_model_old", "count", "older ones", when="reward.model learned"),

@@ -15,7 +15,8 @@ neither goes first. Going first is what the two *orderings* do, and they disagre
                             replay removes under the new weights (`Decomposition.replay_effect`)
     routes first:   log r = routing + (weight + interaction)
 
-Their mean, the Shapley value, gives half of the interaction to each: `routing_shapley + weight_shapley = log r`.
+Their mean, the Shapley value, gives half of the interaction to each: `routing + interaction / 2` and
+`weight + interaction / 2`.
 
 Nothing of this is published for RL (the question is our literature list's); R2 and R3 (arXiv 2507.18071 section 5.3,
 arXiv 2510.11370) remove the routing part without measuring it.
@@ -100,16 +101,6 @@ class Decomposition:
     def replay_effect(self) -> Float[Tensor, "B T"]:
         """f(new, new) - f(new, old) = routing + interaction, nats: what replay removes under the new weights."""
         return self.new - self.new_weights
-
-    @property
-    def routing_shapley(self) -> Float[Tensor, "B T"]:
-        """Mean of the routing effect under old and under new weights: routing + interaction / 2."""
-        return self.routing + self.interaction / 2
-
-    @property
-    def weight_shapley(self) -> Float[Tensor, "B T"]:
-        """Mean of the weight effect under old and under new routes: weight + interaction / 2."""
-        return self.weight + self.interaction / 2
 
     def sequence(self, part: Float[Tensor, "*parts B T"]) -> Float[Tensor, "*parts B"]:
         """Length-normalised: mean over a sequence's measured tokens, as in GSPO's ratio (arXiv 2507.18071, eq. 7);

@@ -133,7 +133,7 @@ def _shared(model: nn.Module, tokens: tuple[Tensor, Tensor, Tensor], routes: Rou
     ids, *masks = tokens
     other = ids.clone()
     other[1, PROMPTS[1]] = (ids[1, PROMPTS[1]] + 1) % int(ids.max() + 1)
-    found = []
-    for some in (ids, ids, other):
-        found.append(_under(model, routes, (some, *masks), share_prompts(some, *masks, longest=ids.numel())))
-    return found
+    return [
+        _under(model, routes, (some, *masks), share_prompts(some, *masks, longest=ids.numel()))
+        for some in (ids, ids, other)
+    ]

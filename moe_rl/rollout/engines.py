@@ -9,6 +9,7 @@ own is a class that `rollout.engine.kind` names as `package.module:Class` or `pa
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,11 +115,10 @@ def make_engine(
         return ModelEngine(model, tokenizer, max_batch)
     if ":" in config.kind:
         return _own_engine(config, model, tokenizer)
+    config = replace(config, max_batch=config.max_batch or max_batch)
     if config.kind == "vllm":
-        return VllmEngine(model, tokenizer, config, max_batch)
-    engine = HuggingFaceEngine(model, tokenizer, config, device)
-    engine.max_batch = config.max_batch or max_batch
-    return engine
+        return VllmEngine(model, tokenizer, config)
+    return HuggingFaceEngine(model, tokenizer, config, device)
 
 
 def _own_engine(config: EngineConfig, model: nn.Module, tokenizer: Any) -> Engine:

@@ -55,7 +55,6 @@ class VllmEngine:
         model: the training model; its configuration is handed on, and its weights now and at each `sync`.
         tokenizer: its tokenizer; vLLM itself sees token ids alone.
         config: `python` or `url`, `dtype`, `max_batch`, `options` and `timeout`.
-        max_batch: what holds unless `config` has its own.
 
     Raises:
         EngineError: no vLLM there, a version that nobody has tried, a model or settings that vLLM refuses.
@@ -64,15 +63,15 @@ class VllmEngine:
     slow_sync = True
     """Each sync loads all weights from files, on a CPU into an engine that is built anew."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, config: EngineConfig, max_batch: int | None = None):
+    def __init__(self, model: nn.Module, tokenizer: Any, config: EngineConfig):
         check_engine(config)
         check_vllm(config)
         self.policy, self.tokenizer, self.config = model, tokenizer, config
         self.tolerance = ARITHMETIC[DTYPES[config.dtype]]
         self.version = NEVER
         self.settings: dict[str, Any] = {"dtype": config.dtype, **config.options}
-        if (limit := config.max_batch or max_batch) is not None:
-            self.settings["max_num_seqs"] = limit
+        if config.max_batch is not None:
+            self.settings["max_num_seqs"] = config.max_batch
         self._start()
 
     def sample(
