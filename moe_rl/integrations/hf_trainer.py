@@ -61,6 +61,11 @@ class ReplayTrainer(Trainer):
         if run_folder is not None:
             refuse_mixed_updates(self.args, self.num_iterations)
         refuse_random(self.model)
+        if alpha := getattr(self.args, "neftune_noise_alpha", None):
+            raise RoutingError(
+                f"neftune_noise_alpha={alpha:g} adds noise to the embeddings in every forward of an update and in none "
+                "that scores: what is measured would be the noise, not the update. Leave it out"
+            )
         self._run_folder, self._objective = run_folder, objective
         self._measures = Measures(Ranks(self.accelerator), self._metrics["train"], sequence_clip)
         self.add_callback(_AfterUpdate(self))

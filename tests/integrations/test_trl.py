@@ -272,6 +272,11 @@ def test_dropout_is_refused(tmp_path):
         refuse_random(torch.nn.Sequential(torch.nn.Dropout(0.5)))
 
 
+def test_noise_on_the_embeddings_is_refused_by_its_name(tmp_path):
+    with pytest.raises(RoutingError, match=r"neftune_noise_alpha=5 adds noise to the embeddings"):
+        make(routing_replay(GRPOTrainer), tmp_path, neftune_noise_alpha=5.0, options=MEASURED)
+
+
 def test_the_auxiliary_loss_that_trl_adds_is_named(tmp_path, caplog):
     make(routing_replay(GRPOTrainer), tmp_path, router_aux_loss_coef=None, options=MEASURED)
     assert "router_aux_loss_coef=0.0" in caplog.text
