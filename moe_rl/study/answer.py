@@ -123,9 +123,12 @@ def _answers(data: StudyData, pairs: Sequence[Pair], words: dict[Verdict, str], 
         place = f"against {full_label(data, pair.other)}" if several else _place(data, pair.noise)
         place = f"{full_label(data, pair.arm)} {place}" if several and by_name else place
         grouped.setdefault(word, []).append(place)
-    if len(grouped) == 1:
-        return _capital(next(iter(grouped)))
-    return _capital("; ".join(f"{listed(places)}: {word}" for word, places in grouped.items()))
+    noises = dict.fromkeys(pair.noise for pair in pairs)
+    one = len(grouped) == 1
+    unsaid = (one or several) and all(noises)  # of an answer that holds under noise alone
+    under = f", {listed(_place(data, noise) for noise in noises)}" if unsaid else ""
+    said = next(iter(grouped)) if one else "; ".join(f"{listed(places)}: {word}" for word, places in grouped.items())
+    return _capital(f"{said}{under}")
 
 
 def _place(data: StudyData, noise: float) -> str:

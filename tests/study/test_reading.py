@@ -221,6 +221,18 @@ def test_the_first_answer_follows_the_verdicts():
     assert (other.lines[0].question, other.lines[0].answer) == ("Do the arms differ?", "1 of 7 comparisons resolved")
 
 
+def test_an_answer_that_holds_under_noise_alone_says_so():
+    pairs, natural = [["grpo_replay_noise", "grpo_noise"]], {"grpo": LOW, "grpo_replay": LOW}
+    noisy = {"grpo_noise": LOW, "grpo_replay_noise": tuple(value + 0.1 for value in LOW)}
+    for arms, declared, told in (
+        (noisy, pairs, "Yes, with noise σ = 1"),
+        ({**natural, **noisy}, [["grpo_replay", "grpo"], *pairs], "Naturally: no; with noise σ = 1: yes"),
+    ):
+        study = study_of(arms)
+        config = {**study.config, "comparisons": declared}
+        assert answer(replace(study, evals=at_start(study, 0.2), config=config)).lines[0].answer == told
+
+
 def test_few_comparisons_are_named_though_they_are_not_resolved():
     arms = {name: {"objective": name} for name in ("grpo", "gmpo")}
     scattered = tuple(reward + (0.3 if seed % 2 else -0.3) for seed, reward in enumerate(EIGHT))
