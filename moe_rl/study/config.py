@@ -254,6 +254,11 @@ def build(cls: Any, data: Any, where: str) -> Any:
     """A dataclass from a mapping; unknown fields and wrong types raise ConfigError naming the dotted field."""
     if dataclasses.is_dataclass(data) and isinstance(data, cls):
         return data
+    if isinstance(data, str) and hasattr(cls, "parse"):  # as on the command line: token_mask:0.5:5
+        try:
+            return cls.parse(data)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: expected a mapping of {cls.__name__} fields, got {data!r}")
     hints = typing.get_type_hints(cls)

@@ -93,7 +93,7 @@ class MethodConfig:
     """Denominator of the ratio: `old`, the training engine's old policy, or `rollout`, what the rollout engine itself
     said (`old` for most)."""
     corrections: tuple[Correction, ...] | None = None
-    """Weights that correct for the engine that sampled, e.g. `[{kind: token_mask, low: 0.5, high: 5.0}]`."""
+    """Weights that correct for the engine that sampled, e.g. `[token_mask:0.5:5]`."""
     route_weight: RouteWeight | None = None
     """Where RSPO's router-shift weight enters: before or after the clip, or `none`."""
     route_floor: Fraction | None = None

@@ -15,7 +15,7 @@ from moe_rl.arguments import parse
 from moe_rl.objectives import OBJECTIVES, Correction, Objective
 from moe_rl.objectives.presets import PRESETS
 from moe_rl.rollout import TaskConfig, make_task
-from moe_rl.study.config import build, dump_run, parse_study
+from moe_rl.study.config import ConfigError, build, dump_run, parse_study
 from moe_rl.training import MethodConfig, RolloutConfig, RunConfig
 from moe_rl.training.method import overrides, resolve_method, resolved_objective
 from moe_rl.training.validation import validate
@@ -115,6 +115,15 @@ def test_a_study_file_sets_them_beside_the_old_spelling():
     assert (a.clip_low, a.clip_high, a.kl_coef, a.advantage_scale, a.anchor) == (0.1, 0.3, 0.01, "none", "rollout")
     assert (b.ratio, b.aggregate, b.corrections) == ("sequence", "token_mean", (Correction("token_mask", high=3.0),))
     assert build(RunConfig, stored(study.resolve("b", 0)), "") == study.resolve("b", 0)
+
+
+def test_a_study_file_sets_corrections_as_the_command_line_does():
+    method = {"corrections": ["token_mask:0.5:5"]}
+    study = {"name": "s", "question": "q", "seeds": [0], "arms": {"a": {"method": method}}}
+    assert parse_study(study).resolve("a", 0).method.corrections == (Correction("token_mask", 0.5, 5.0),)
+    method["corrections"] = ["token_mask"]
+    with pytest.raises(ConfigError, match=r"arms\.a\.method\.corrections\[0\]: .*expected KIND:HIGH"):
+        parse_study(study)
 
 
 def test_a_configuration_from_before_these_fields_loads_to_the_same_method():
