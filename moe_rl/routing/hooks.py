@@ -58,6 +58,7 @@ class Tap:
 
     def __init__(self, model: nn.Module, sites: list[Site], boundary: PreTrainedModel) -> None:
         self.root, self.sites, self.boundary = model, sites, boundary
+        self.selecting: list[nn.Module] = []  # the routers, their blocks and experts
         self.modules: list[nn.Module] = []  # all of the root's
         self.names = [site.name for site in sites]
         own = vars(boundary).get("forward")  # in place of its class's; may hold the model, so that it is not kept

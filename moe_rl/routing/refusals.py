@@ -52,6 +52,13 @@ def checkpointed_by_hand(where: str) -> RoutingError:
     )
 
 
+def replaced(model: str) -> RoutingError:
+    return RoutingError(
+        f"a router, a block around one or its experts was replaced inside an open context of {model}, so that it has "
+        "to be checked again: close that context before another is opened"
+    )
+
+
 def without_batch() -> RoutingError:
     return RoutingError("cannot tell batch and length of this call: expected input_ids [B,S] or inputs_embeds [B,S,d]")
 
