@@ -186,6 +186,15 @@ def other_sites(sites: int, given: int, missing: Sequence[str], unknown: Sequenc
     )
 
 
+def several_sites(pairs: Sequence[tuple[str, str]]) -> RoutingError:
+    """pairs: of a site of the routes and one of the model that its name may be of."""
+    name, one, other = next((a, i, j) for n, (a, i) in enumerate(pairs) for b, j in pairs[:n] if a == b)
+    return RoutingError(
+        f"the routes' site {name} may be {other} or {one} of this model: name the sites of the routes in full, as "
+        "find_sites does"
+    )
+
+
 def other_experts(site: str, k: int, experts: int, given: tuple[int, int]) -> RoutingError:
     return RoutingError(
         f"site {site} gives each token {k} of {experts} experts; the routes hold "
