@@ -86,11 +86,14 @@ def _layout_of(model: nn.Module) -> tuple[list[nn.Module], list[Site], PreTraine
 def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
     """The tap of a model, checked in the mode that it is in, and the names of its sites as seen from `model`."""
     modules, sites, boundary = _layout_of(model)
-    routers = [m for site in sites for m in site.modules]
+    selecting = _selecting(sites)
     known = _TAPS.get(boundary)
     tap = known() if known else None
-    if tap is None or [m for site in tap.sites for m in site.modules] != routers:
+    if tap is None or tap.selecting != selecting:
+        if tap is not None and tap.listeners:  # it would take the check for calls of its own
+            raise refusals.replaced(type(boundary).__name__)
         tap = Tap(model, sites, boundary)
+        tap.selecting = selecting
         _TAPS[boundary] = weakref.ref(tap)
     if not tap.users:
         _refuse_compiled(model, modules)
@@ -109,11 +112,18 @@ def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
     return tap, [site.name for site in sites]
 
 
+def _selecting(sites: list[Site]) -> list[nn.Module]:
+    """The routers, the blocks around them and what these hold (the experts), the same whether compiled or not."""
+    blocks = [block for site in sites for block in site.parents[:1]]
+    held = (m for block in blocks for m in block._modules.values() if m is not None)
+    return [*(m for site in sites for m in site.modules), *blocks, *(m._modules.get("_orig_mod") or m for m in held)]
+
+
 def _signature(tap: Tap) -> list[Any]:
     """What a router's way to select may depend on: where any of it changes, the model is checked again."""
     kernels = getattr(tap.boundary.config, "_experts_implementation", None)
-    modules = [m for site in tap.sites for m in (*site.modules, *site.parents[:1])]
-    return [kernels, *((type(m), getattr(m, "top_k", None), vars(m).get("forward")) for m in modules)]
+    own = ((m, m.__dict__) for m in tap.selecting)  # a module's getattr is slow where there is nothing to find
+    return [kernels, *((type(m), type(m).forward, its.get("top_k"), its.get("forward")) for m, its in own)]
 
 
 def _refuse_compiled(model: nn.Module, modules: list[nn.Module]) -> None:

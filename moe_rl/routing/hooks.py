@@ -58,6 +58,7 @@ class Tap:
 
     def __init__(self, model: nn.Module, sites: list[Site], boundary: PreTrainedModel) -> None:
         self.root, self.sites, self.boundary = model, sites, boundary
+        self.selecting: list[nn.Module] = []  # the routers, their blocks and experts
         self.modules: list[nn.Module] = []  # all of the root's
         self.names = [site.name for site in sites]
         own = vars(boundary).get("forward")  # in place of its class's; may hold the model, so that it is not kept
@@ -75,6 +76,7 @@ class Tap:
         self.words: Tensor | None = None  # input_ids of the whole model's call, where it has a part with the routers
         self.lost: Any = None  # [L]: rows that were forced and not used; None where nothing is forced
         self._handles: list[Any] = []
+        self._readers: list[tuple[Any, int]] = []  # the pre-hooks of experts, and which of them is ours
         self._steered = False  # hooks are on the routers of all sites, not only where they alone show the ids
         self.resumed: dict[int, Call] = {}  # that a segment is run again of, by the thread that does
         self._checkpointed: list[nn.Module] = []  # the modules that have, or may get, a checkpoint function
@@ -95,6 +97,7 @@ class Tap:
                 else:
                     hook = _Hook(self.before_experts, index)
                     self._handles.append(experts.register_forward_pre_hook(hook, with_kwargs=True))
+                    self._readers.append((experts._forward_pre_hooks, self._handles[-1].id))
             self._checkpointed = [
                 module
                 for module in self.modules
@@ -106,7 +109,14 @@ class Tap:
             for index in range(len(self.sites)):
                 if self.experts(index) is not None:
                     self._add_router(index)
+        self.read_last()
         return new
+
+    def read_last(self) -> None:
+        """Put our hooks on the experts behind those that were added since, which may change the ids."""
+        for hooks, own in self._readers:
+            if next(reversed(hooks), own) != own and own in hooks:
+                hooks.move_to_end(own)
 
     def _add_router(self, index: int) -> None:
         for module in self.scope(index):
@@ -135,6 +145,7 @@ class Tap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._readers.clear()
         self._steered = False
         for module, name in self._followed:
             own = vars(module).get(name)
@@ -190,6 +201,7 @@ class Tap:
                 raise refusals.checkpointed_by_hand(where)
             if self._entered:
                 self.abandon()  # a call that was interrupted, inside this very context
+            self.read_last()
             if torch.is_grad_enabled():
                 self.follow()  # gradient checkpointing may have been switched on since
         call.goes_on(self.left)

@@ -52,6 +52,13 @@ def checkpointed_by_hand(where: str) -> RoutingError:
     )
 
 
+def replaced(model: str) -> RoutingError:
+    return RoutingError(
+        f"a router, a block around one or its experts was replaced inside an open context of {model}, so that it has "
+        "to be checked again: close that context before another is opened"
+    )
+
+
 def without_batch() -> RoutingError:
     return RoutingError("cannot tell batch and length of this call: expected input_ids [B,S] or inputs_embeds [B,S,d]")
 
@@ -176,6 +183,15 @@ def other_sites(sites: int, given: int, missing: Sequence[str], unknown: Sequenc
         + (f", none for {missing[0]}" if missing else "")
         + (f", and {unknown[0]}, which it does not have" if unknown else "")
         + ". Routes of another model?"
+    )
+
+
+def several_sites(pairs: Sequence[tuple[str, str]]) -> RoutingError:
+    """pairs: of a site of the routes and one of the model that its name may be of."""
+    name, one, other = next((a, i, j) for n, (a, i) in enumerate(pairs) for b, j in pairs[:n] if a == b)
+    return RoutingError(
+        f"the routes' site {name} may be {other} or {one} of this model: name the sites of the routes in full, as "
+        "find_sites does"
     )
 
 

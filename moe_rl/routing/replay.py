@@ -207,6 +207,8 @@ def _aligned(routes: RoutedExperts, names: list[str], chosen: set[int], tap: Tap
     found = {i: exact[name] for i, name in enumerate(names) if name in exact}
     if not found:  # one was named as part of the base model, the other of the model around it
         found = {i: j for i, name in enumerate(names) for j, other in enumerate(given) if within(name, other)}
+        if len(set(found.values())) < len(found):
+            raise refusals.several_sites([(given[j], names[i]) for i, j in found.items()])
     missing = [names[i] for i in sorted(chosen) if i not in found and not tap.sites[i].fixed]
     unknown = [other for j, other in enumerate(given) if j not in found.values()]
     if missing or unknown:

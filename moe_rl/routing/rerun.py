@@ -120,14 +120,15 @@ class Moved(Rerun):
 
 
 class Bias(Listener):
-    """Has every router rank its scores with a bias added."""
+    """Has every router rank its scores with a bias added, `[L,E]`; experts: how many each site has."""
 
-    def __init__(self, bias: tuple[Tensor, ...]) -> None:
-        self.bias = bias
+    def __init__(self, bias: Tensor, experts: list[int]) -> None:
+        self.bias, self.experts = bias, experts
 
     def begin(self, call: Call) -> None:
-        for index, bias in enumerate(self.bias):
-            job = call.job(index)
+        now = self.bias.clone()  # a recomputation ranks with the bias of its forward
+        for index, count in enumerate(self.experts):
+            job, bias = call.job(index), now[index, :count]
             job.bias = bias if job.bias is None else job.bias + bias.to(job.bias)
 
 
@@ -305,7 +306,8 @@ def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) ->
 
     bias: of every site, in order, and expert, in units of what the router ranks (see `record_margins`); where sites
         differ in the number of experts, further columns are ignored. None: zeros.
-    Yields the bias, which may be changed in place between calls.
+    Yields the bias, which may be changed in place between calls, before their backward too: a recomputation (gradient
+        checkpointing) ranks with the bias of its forward.
     Raises RoutingError for another shape, or NaN; UnsupportedModelError where the experts are not one top k of all
     scores (groups of experts, hash routing, Phi-MoE), and as `record_routes`.
     """
@@ -325,7 +327,7 @@ def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) ->
                 "bias on the last choice would not be a bias on the selection. Families that limit a token to groups "
                 "of experts have a bias of their own (e_score_correction_bias)"
             )
-    with tap.listen(Bias(tuple(row[:count] for row, count in zip(bias, experts, strict=True)))):
+    with tap.listen(Bias(bias, experts)):
         yield bias
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from routing_helpers import grads, hooked, moe, routes_of, tokens
+from routing_helpers import assert_same, grads, hooked, moe, routes_of, tokens
 
 from moe_rl.routing import (
     RoutingError,
@@ -114,6 +114,34 @@ def test_recomputation_finds_the_same_biased_choice():
     with biased_routes(model, bias):
         model(input_ids=inputs).logits.square().sum().backward()
     assert all(torch.equal(value, plain[name]) for name, value in grads(model).items())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_bias_that_is_changed_before_the_backward_changes_no_recomputation(reentrant):
+    model, inputs = moe().train(), tokens()
+    change = bias_for(model, inputs, 1.0)
+
+    def gradients():
+        with biased_routes(model, bias_for(model, inputs).flip(1)), biased_routes(model) as bias:
+            bias += bias_for(model, inputs)
+            loss = model(input_ids=inputs).logits.square().sum()
+            bias.copy_(change)
+            loss.backward()
+        return grads(model)
+
+    plain = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same(gradients(), plain)
+    with biased_routes(model) as bias:
+        loss = model(input_ids=inputs).logits.square().sum()
+        bias.copy_(change)
+        loss.backward()
+        again = routes_of(model, inputs)
+    natural = grads(model)
+    model.gradient_checkpointing_disable()
+    model(input_ids=inputs).logits.square().sum().backward()
+    assert_same(natural, grads(model))
+    assert not again.equal(routes_of(model, inputs)), "the next call has the new bias"
 
 
 def test_what_cannot_have_a_bias_is_refused():

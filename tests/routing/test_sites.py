@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from moe_rl.routing import UnsupportedModelError, find_sites, record_routes, replay_routes
+from moe_rl.routing import (
+    RoutedExperts,
+    RoutingError,
+    UnsupportedModelError,
+    find_sites,
+    record_routes,
+    replay_routes,
+)
 
 
 def test_sites_are_the_routers_by_their_real_names() -> None:
@@ -170,3 +177,17 @@ def test_a_model_that_cannot_be_run_on_token_ids_says_so() -> None:
     text = r"could not run Qwen3MoeForCausalLM.*no_such_thing"
     with pytest.raises(UnsupportedModelError, match=text), record_routes(model):
         pass
+
+
+def test_a_name_of_routes_that_fits_several_sites_is_refused() -> None:
+    model, inputs = moe(), tokens()
+    routes = routes_of(model, inputs)
+    one = RoutedExperts(routes.ids[:, :, :1], ["gate"], 8)
+    text = r"site gate may be model\.layers\.0\.mlp\.gate or model\.layers\.1\.mlp\.gate of this model: name"
+    for sites in (None, [0]):
+        with pytest.raises(RoutingError, match=text), replay_routes(model, one, sites=sites):
+            pass
+    short = RoutedExperts(routes.ids, [name.removeprefix("model.layers.") for name in routes.sites], 8)
+    with torch.no_grad(), replay_routes(model, short, once=True) as replay:
+        model(inputs)
+    assert replay.replayed_fraction == 1
