@@ -132,7 +132,8 @@ def alarms_of(own: Mapping[str, Any] | None) -> tuple[Alarm, ...]:
         else:
             what = "a finite number, or null to switch it off (another definition needs a name of its own)"
             source = f"this study ({table[name].threshold:g}: {table[name].source})"
-            table[name] = replace(table[name], threshold=_finite(f"alarms.{name}", value, what), source=source)
+            threshold = _threshold(f"alarms.{name}", value, what, table[name].spike)
+            table[name] = replace(table[name], threshold=threshold, source=source)
     return tuple(table.values())
 
 
@@ -149,9 +150,7 @@ def _added(name: Any, given: Any, known: list[str]) -> Alarm:
     if len(rules := [field for field in ("above", "below", "spike") if field in given]) != 1:
         raise AlarmError(f"{where}: expected one of above, below and spike, got {' and '.join(rules) or 'none'}")
     rule, window, title = rules[0], given.get("window", 1), given.get("title", str(name))
-    threshold = _finite(f"{where}.{rule}", given[rule], "a finite number")
-    if rule == "spike" and threshold <= 0:
-        raise AlarmError(f"{where}.spike: standard deviations above the moving mean, so above 0; got {threshold:g}")
+    threshold = _threshold(f"{where}.{rule}", given[rule], "a finite number", rule == "spike")
     if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window <= MOST:
         raise AlarmError(f"{where}.window: expected a whole number of values from 1 to {MOST}, got {window!r}")
     if rule == "spike" and window > 1:
@@ -189,6 +188,13 @@ def _finite(where: str, value: Any, what: str) -> float:
         if found is not None:
             return found
     raise AlarmError(f"{where}: expected {what}; got {value!r}")
+
+
+def _threshold(where: str, value: Any, what: str, spike: bool) -> float:
+    found = _finite(where, value, what)
+    if spike and found <= 0:
+        raise AlarmError(f"{where}: standard deviations above the moving mean, so above 0; got {found:g}")
+    return found
 
 
 class Spikes:

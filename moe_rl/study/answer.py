@@ -11,7 +11,7 @@ from moe_rl.study.arms import condition_label, dose_label, full_label
 from moe_rl.study.comparing import Pair, comparisons, declared
 from moe_rl.study.curves import FAILED, GAIN
 from moe_rl.study.data import StudyData
-from moe_rl.study.outcomes import final_rewards, reward_names, run_outcomes
+from moe_rl.study.outcomes import final_rewards, reward_names, run_outcomes, start_name
 from moe_rl.study.reading import by_arm, name_of, power_sentence, untold
 from moe_rl.study.statistics import Verdict
 from moe_rl.study.words import count, listed, minus
@@ -168,7 +168,8 @@ def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
         none_finished = (
             f"The study file declares comparisons of {listed(without)}, of which there is no run."
             if without
-            else "No two arms that differ in one thing have finished runs."
+            else "No two arms of one condition that differ in the method alone, or in something else alone, have "
+            "finished runs; others are compared where the study file declares `comparisons`."
         )
         return Line("Do the arms differ?", "Not compared", none_declared if given == [] else none_finished)
     verdicts = [pair.result.verdict for pair in pairs]
@@ -192,7 +193,7 @@ def _failures(data: StudyData, named: Collection[str]) -> Line:
     if not run_outcomes(data)["start"].notna().any():
         return Line("Did runs fail?", "Cannot be told", "No run recorded its reward at step 0.")
     every = "Every other finished run" if untold(table) else "Every finished run"
-    text = "" if total else f"{every} gained more than {GAIN} over its reward at step 0."
+    text = "" if total else f"{every} gained more than {GAIN} over {start_name(data)}."
     who = "Runs of the other arms that failed" if named else "Failed"
     text = f"{who} ({FAILED}): {listed(failed)}." if failed else text
     if not runs:

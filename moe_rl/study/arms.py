@@ -43,6 +43,11 @@ def arm_settings(data: StudyData) -> tuple[pd.DataFrame, dict[str, Any]]:
     return table.loc[np.array(differ, dtype=bool) & ~table.index.isin(FREE)], shared
 
 
+def clip_ranges_differ(data: StudyData) -> bool:
+    """Whether the arms clip at different bounds."""
+    return any(name.endswith((".clip_low", ".clip_high")) for name in arm_settings(data)[0].index)
+
+
 def full_label(data: StudyData, arm: str) -> str:
     """Label of an arm, with its noise where it has some."""
     noise = float(data.arms["noise"][arm])
@@ -53,17 +58,23 @@ def full_label(data: StudyData, arm: str) -> str:
 def replay_stands_for_noise(data: StudyData, noise: float) -> str | None:
     """The natural replay arm that is, by construction, also the replay arm under this noise; None if there is none.
 
-    Replay forces the choice of experts, so noise on the choice changes nothing. The two runs are equal only if
-    nothing else differs: every setting outside the method must be that of the noise arms.
+    Replay of all rows forces the choice of experts, so noise on the choice changes nothing. The two runs are equal only
+    if nothing else differs: every setting outside the method must be that of the noise arms.
     """
     arms = data.arms
     if noise == 0:
         return None
     noisy = [str(arm) for arm in arms.index[arms["noise"] == noise]]
     for arm in map(str, arms.index[(arms["noise"] == 0) & (arms["replay"].str.lower() != "none")]):
-        if all(same_but_for_method(data, arm, other) for other in noisy):
+        if replays_all(data, arm) and all(same_but_for_method(data, arm, other) for other in noisy):
             return arm
     return None
+
+
+def replays_all(data: StudyData, arm: str) -> bool:
+    """Whether a replay arm forces every row: where `keep` or `keep_sites` leave some live, noise reaches those."""
+    settings = flatten(data.runs_of(arm)[0].config)
+    return settings.get("method.keep", 1) == 1 and settings.get("method.keep_sites") is None
 
 
 def replay_identity(data: StudyData) -> pd.DataFrame:
@@ -74,7 +85,7 @@ def replay_identity(data: StudyData) -> pd.DataFrame:
     rows = []
     for arm, about in data.arms.iterrows():
         natural = replay_stands_for_noise(data, float(about["noise"])) if about["noise"] else None
-        if natural is None or about["method"] != data.arms["method"][natural]:
+        if natural is None or about["method"] != data.arms["method"][natural] or not replays_all(data, str(arm)):
             continue
         pair = [data.rollouts.loc[data.rollouts["arm"] == a, ["seed", "step", "reward"]] for a in (arm, natural)]
         both = pair[0].merge(pair[1], on=["seed", "step"]).dropna()

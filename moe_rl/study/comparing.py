@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_rl.study.arms import METHOD_FIELDS, arm_settings, per_study, replay_stands_for_noise
+from moe_rl.study.arms import METHOD_FIELDS, arm_settings, per_study, replay_stands_for_noise, replays_all
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import reward_names, run_outcomes
 from moe_rl.study.power import pairs_needed, resolvable_difference
@@ -69,7 +69,8 @@ def pairs_to_compare(data: StudyData) -> list[tuple[str, str]]:
         arms = [str(arm) for arm in data.arms.index[data.arms["noise"] == noise]]
         natural = replay_stands_for_noise(data, float(noise))
         if natural is not None:
-            arms = [arm for arm in arms if data.arms["method"][arm] != data.arms["method"][natural]] + [natural]
+            method = data.arms["method"]
+            arms = [arm for arm in arms if method[arm] != method[natural] or not replays_all(data, arm)] + [natural]
         found += [
             (arm, arms[0])
             for arm in arms[1:]

@@ -176,10 +176,11 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
             raise ConfigError(f"arms.{name}: the same configuration as arm {twin!r}; an arm must change something")
         if not arm.label.strip():
             raise ConfigError(f"arms.{name}.label: is empty; it is the arm's name in figures")
-        other = called.setdefault((arm.label.strip(), config.method.noise), name)  # the report gives both
+        told = 0.0 if "noise" in arm.label.lower() else config.method.noise  # as `full_label` adds it to the label
+        other = called.setdefault((arm.label.strip(), told), name)
         if other != name and not merged:
             raise ConfigError(
-                f"arms.{name}.label: {arm.label!r} is the label of arm {other!r} too, under the same noise; nothing "
+                f"arms.{name}.label: {arm.label!r} is the label of arm {other!r} too; nothing "
                 "would tell them apart in figures"
             )
     try:

@@ -21,7 +21,7 @@ FAILED = f"gained at most {GAIN}"
 
 FAILED_RULE = (
     f"a run failed when it ended at most {GAIN} above its held-out reward at step 0 (above the mean reward of its "
-    "first batch, where none was measured)"
+    "first batch, where none was measured or the task is a data set)"
 )
 BELOW_START_RULE = "it ended below its start when it ended below that reward"
 

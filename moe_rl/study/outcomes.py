@@ -9,6 +9,7 @@ import pandas as pd
 from moe_rl.study.arms import per_study
 from moe_rl.study.curves import GAIN, TIE, area_under_curve, detect_collapse, final_value
 from moe_rl.study.data import StudyData
+from moe_rl.study.folders import section
 from moe_rl.study.statistics import interquartile_mean, seed_interval
 
 _RUN = ["arm", "seed"]
@@ -22,10 +23,11 @@ def run_outcomes(data: StudyData) -> pd.DataFrame:
 
     Columns: arm, seed, finished; `measured` ("last 5 steps", or "held out" where the responses are not the policy's or
     the study declares `outcome: held_out`), `final` (by that measure), `held_out` (reward of the last evaluation),
-    `start` (held-out reward at step 0; where no evaluation was made, the mean reward of the first batch, which the
-    policy answered before its first update); `gain` = final - start; `failed`, `below_start`, `collapsed` (booleans;
-    the first two of finished runs only); `best`, `fall` and `collapse_step` of `detect_collapse`; `area`. Of a study
-    that declares `outcome: held_out` also `sampled`, which is final reward elsewhere: of the last 5 steps.
+    `start` (held-out reward at step 0; where no evaluation was made, or the task is a data set, whose held-out lines
+    are others, the mean reward of the first batch, which the policy answered before its first update); `gain` = final
+    - start; `failed`, `below_start`, `collapsed` (booleans; the first two of finished runs only); `best`, `fall` and
+    `collapse_step` of `detect_collapse`; `area`. Of a study that declares `outcome: held_out` also `sampled`, which is
+    final reward elsewhere: of the last 5 steps.
     """
     starts, ends = evaluations(data)
     declared_held_out = data.config.get("outcome") == "held_out"
@@ -42,7 +44,8 @@ def run_outcomes(data: StudyData) -> pd.DataFrame:
         first = rewards[0] if own and steps.size and steps[0] == 0 else np.nan
         by_steps = own and not declared_held_out
         sampled = final_value(rewards) if own else np.nan
-        start, final = starts.get(key, first), sampled if by_steps else held_out
+        data_set = by_steps and section(run.config, "task").get("name") == "jsonl"
+        start, final = first if data_set else starts.get(key, first), sampled if by_steps else held_out
         collapse = detect_collapse(steps, rewards if own else np.full(steps.size, np.nan))
         rows.append(
             {
@@ -119,6 +122,14 @@ def reward_names(table: pd.DataFrame) -> tuple[str, str]:
     measured = set(table["measured"]) - {""}  # of an arm without a reward
     final = "held-out reward" if measured == {"held out"} else "final reward"
     return final, "sampled" if "sampled" in table else "held out"
+
+
+def start_name(data: StudyData) -> str:
+    """What the `start` of `run_outcomes` is in these runs."""
+    held_out, starts = evaluations(data)[0], run_outcomes(data).dropna(subset=["start"]).set_index(_RUN)["start"]
+    of_batch = sum(held_out.get(run) != start for run, start in starts.items())
+    name = "the mean reward of the first batch" if of_batch == len(starts) else "the held-out reward at step 0"
+    return f"{name} (of the first batch, where none was held out)" if 0 < of_batch < len(starts) else name
 
 
 def counts_shown(row: Mapping[Any, Any]) -> list[str]:

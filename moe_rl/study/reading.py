@@ -11,7 +11,7 @@ from moe_rl.study.arms import condition_label, full_label, replay_identity
 from moe_rl.study.comparing import Pair, comparisons, declared, interest
 from moe_rl.study.curves import BELOW_START_RULE, COLLAPSE_RULE, FAILED_RULE, FINAL_STEPS, GAIN
 from moe_rl.study.data import StudyData
-from moe_rl.study.outcomes import evaluations, final_rewards, reward_names, run_outcomes
+from moe_rl.study.outcomes import final_rewards, reward_names, run_outcomes, start_name
 from moe_rl.study.power import fewest_pairs
 from moe_rl.study.reading_routing import routing_statements
 from moe_rl.study.roundings import SURVIVAL_RULES, Survival, component_table, conclusion_table, same_kernels
@@ -139,8 +139,8 @@ def _replay_check(data: StudyData) -> Iterator[Statement]:
         )
         yield Statement(
             "Stress test",
-            "Replay forces the choice of experts, so its run under noise is its natural run by construction. "
-            f"Checked over {row['steps']} steps of {count(row['seeds'], 'seed')}: {same}.",
+            "Replay of all rows forces the choice of experts, so its run under noise is its natural run by "
+            f"construction. Checked over {row['steps']} steps of {count(row['seeds'], 'seed')}: {same}.",
         )
 
 
@@ -150,13 +150,9 @@ def _outcomes(data: StudyData) -> Iterator[Statement]:
     if not runs["start"].notna().any():
         yield Statement(topic, "No run recorded its reward at step 0, so it cannot be told which failed.")
         return
-    held_out = len(evaluations(data)[0])  # runs that were evaluated at step 0
-    start = "the held-out reward at step 0" if held_out else "the mean reward of the first batch"
-    if 0 < held_out < int(runs["start"].notna().sum()):
-        start += " (of the first batch, where none was held out)"
     found = []
     for column, what in (
-        ("failed", f"did not gain more than {GAIN} over {start}"),
+        ("failed", f"did not gain more than {GAIN} over {start_name(data)}"),
         ("below_start", "ended below it"),
         ("collapsed", "collapsed"),
     ):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from moe_rl.study.arms import condition_label, full_label, same_but_for_method
+from moe_rl.study.arms import clip_ranges_differ, condition_label, full_label, same_but_for_method
 from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.summary import (
     POSITIONS,
@@ -197,6 +197,7 @@ def _clipping(data: StudyData) -> Iterator[Statement]:
     if data.updates.empty or not {"clipped_tokens", "tokens"} <= set(data.updates):
         return
     share = pooled_rate(data.updates, "clipped_tokens", "tokens", "arm").dropna()
+    ranges = " Clip ranges differ by arm (see Arms)." if clip_ranges_differ(data) else ""
     for noise in sorted(data.arms["noise"].unique()):
         arms = [str(a) for a in data.arms.index[data.arms["noise"] == noise] if a in share.index]
         if not arms:
@@ -213,4 +214,4 @@ def _clipping(data: StudyData) -> Iterator[Statement]:
                 text += f"; {names}: ×{two(ratio)}{orders}"
             else:
                 text += f"; {data.arms['label'][b]} clipped no token, so there is no ratio"
-        yield Statement("Clipping", f"Clipped tokens, {where}: {text}. Clip ranges differ by arm (see Arms).")
+        yield Statement("Clipping", f"Clipped tokens, {where}: {text}.{ranges}")

@@ -34,8 +34,8 @@ FIRST = "final_reward"
 MAIN_FIGURES = 6
 
 LIMITS = (
-    "The runs are of one model, one task and one set of hyper-parameters. Nothing here is a statement about other "
-    "models, and a tiny model is an instrument for the mechanism, not a stand-in for a large one.",
+    "Nothing here is a statement about models, tasks and hyper-parameters that no run has, and a tiny model "
+    "is an instrument for the mechanism, not a stand-in for a large one.",
     "“Not resolved” means that these runs do not tell the arms apart, not that the arms are equal.",
     "Hyper-parameters were not tuned separately for each arm; a learning rate or a clip range that suits one method "
     "may not suit another.",
@@ -179,8 +179,8 @@ def _own_limits(data: StudyData) -> list[str]:
     if (data.arms["noise"] > 0).any():
         found.append(
             "Selection noise is a stress test: it injects routing volatility and does not reproduce the volatility "
-            "that weight updates cause. Replay under noise equals the natural replay run by construction, so only "
-            "the contrast between the arms without replay is informative there."
+            "that weight updates cause. Rows that are replayed do not see it: replay of all rows under noise is the "
+            "natural replay run by construction."
         )
     if data.unfinished:
         runs = ", ".join(f"{run.name}{_silence(run)}" for run in data.unfinished)

@@ -47,9 +47,10 @@ def test_reading_compares_clipping_without_dividing_by_zero():
     )  # fmt: skip
     assert "GRPO 0.5 %, GSPO 20 %; GSPO over GRPO: ×40, 1.6 orders" in texts_of(arms, "Clipping", updates=updates)
     lacks = updates.assign(clipped_tokens=[5, None])
-    assert texts_of(arms, "Clipping", updates=lacks).endswith(
-        "natural routing: GRPO 0.5 %. Clip ranges differ by arm (see Arms)."
-    )
+    assert texts_of(arms, "Clipping", updates=lacks).endswith("natural routing: GRPO 0.5 %.")
+    ranges = {arm: {"objective": {"clip_high": high}} for arm, high in (("grpo", 0.27), ("gspo", 0.004))}
+    told = texts_of(arms, "Clipping", ranges, lacks)
+    assert told.endswith("natural routing: GRPO 0.5 %. Clip ranges differ by arm (see Arms).")
     assert texts_of(arms, "Clipping", updates=updates.assign(clipped_tokens=None)) == ""
     none = updates.assign(clipped_tokens=[0, 200])
     assert "GRPO clipped no token, so there is no ratio" in texts_of(arms, "Clipping", updates=none)

@@ -39,7 +39,7 @@ def test_two_arms_of_one_configuration():
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        ("same", r"arms\.b\.label: 'same' is the label of arm 'a' too, under the same noise"),
+        ("same", r"arms\.b\.label: 'same' is the label of arm 'a' too"),
         (" same ", r"arms\.b\.label: ' same ' is the label of arm 'a' too"),
         ("", r"arms\.b\.label: is empty"),
         (" \n", r"arms\.b\.label: is empty"),

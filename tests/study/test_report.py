@@ -95,7 +95,7 @@ def test_the_page_holds_every_part(text):
 
 def test_the_page_says_what_the_stress_test_is(text):
     assert "Selection noise is a stress test" in text
-    assert "Replay under noise equals the natural replay run by construction" in text
+    assert "replay of all rows under noise is the natural replay run by construction" in text
 
 
 def test_figures_and_page_are_written_and_the_same_each_time(folder, monkeypatch):

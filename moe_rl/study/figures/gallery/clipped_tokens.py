@@ -13,8 +13,8 @@ from moe_rl.study.figures.style import GREY, NothingToDraw, look_of
     caption=(
         "Fraction of response tokens that the clip takes out of the gradient (A > 0 and ratio above the range, or A < "
         "0 and below; with a sequence ratio every token of a clipped sequence), pooled over all updates of a step; "
-        "log axis. Steps in which no seed clipped a token stand below the dotted line, at 0. Clip ranges differ by "
-        "method and are listed in the configuration."
+        "log axis. Steps in which no seed clipped a token stand below the dotted line, at 0. An arm's clip range "
+        "stands in its configuration."
     ),
     needs={"updates": ["clipped_tokens", "tokens"]},
     rank=50,
