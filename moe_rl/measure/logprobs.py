@@ -22,14 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_rl.measure.head import LogitMap, threaded_head_logps
-from moe_rl.measure.other_heads import (
-    PASSING_ON,
-    ROUTING_HOOKS,
-    hindrance,
-    logit_map_of,
-    warn_once,
-    whole_logits_logps,
-)
+from moe_rl.measure.other_heads import PASSING_ON, ROUTING_HOOKS, hindrance, logit_map_of, warn_once, whole_logits_logps
+from moe_rl.measure.packed_rows import refuse_leak
 from moe_rl.measure.shared_prompts import SharedPrompts, packed
 from moe_rl.objectives.ratios import as_bool_mask, check_shapes
 
@@ -87,14 +81,16 @@ def token_logps(
             also where a replay made the model use others.
         router_logits: also the router logits, of all tokens.
         chunk_size: completion tokens whose logits are held at once; default as in `head_logps`.
-        position_ids: default: the number of tokens before, padding not counted. Several sequences in a row: `packed`.
+        position_ids: default: the number of tokens before, padding not counted. Several sequences in a row: `packed`;
+            the first such call tries out whether the model keeps them apart.
         shared: this batch as rows that share prompts (`share_prompts`), which the model is called with. Whether it can
             be is for `check_shared_prompts` to say.
 
     Raises:
         ValueError: a mask of another shape, or of other values than 0 and 1; a completion token lies on padding;
-            temperature or chunk size is not positive; the model has no load-balancing loss; `shared` is of another
-            batch, or something is asked of the model's outputs that rows of several responses do not have.
+            several sequences in a row, in a model that does not keep them apart; temperature or chunk size is not
+            positive; the model has no load-balancing loss; `shared` is of another batch, or something is asked of the
+            model's outputs that rows of several responses do not have.
         TypeError: `model` holds no transformers model with an output head.
         RuntimeError: another thread is in `token_logps` of this model.
 
@@ -124,6 +120,8 @@ def token_logps(
             "attention_mask. Was one of them built for the other padding side?"
         )
     first = None if position_ids is None else packed(position_ids, attended)
+    if first is not None:
+        refuse_leak(model, lm, evaluating(model), single=B == 1)
     follows = attended[:, :-1] if first is None else ~first[:, 1:]
     # Flat positions in [B * T] of the tokens that are predicted; the state one earlier predicts.
     token = F.pad(completion[:, 1:] & follows, (1, 0)).flatten().nonzero().squeeze(1)
