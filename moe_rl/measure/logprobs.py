@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch.nn.functional as F
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_rl.measure.head import LogitMap, threaded_head_logps
-from moe_rl.measure.other_heads import logit_map_of, warn_once, whole_logits_logps
+from moe_rl.measure.other_heads import PASSING_ON, ROUTING_HOOKS, hindrance, logit_map_of, warn_once, whole_logits_logps
+from moe_rl.measure.packed_rows import refuse_leak
 from moe_rl.measure.shared_prompts import SharedPrompts, packed
 from moe_rl.objectives.ratios import as_bool_mask, check_shapes
 
@@ -64,9 +66,10 @@ def token_logps(
 
     `model` is called once, as the caller holds it (bare, or in DistributedDataParallel, FSDP2, PEFT,
     accelerate), so gradient synchronisation, sharding and routing hooks work as in any other call. Models
-    whose head is not a plain `nn.Linear`, or who treat its output to more than a scale and a soft cap, and
-    models compiled as a whole take `model(...).logits` instead: the same numbers at full memory, with one
-    warning. (Compile the backbone or its layers to have both.)
+    whose head is not a plain `nn.Linear`, or who treat its output to more than a scale and a soft cap (a forward hook,
+    a replaced `forward` or a wrapper may, too: `other_heads.hindrance`), and models compiled as a whole take
+    `model(...).logits` instead: the same numbers at full memory, with one warning. (Compile the backbone or its layers
+    to have both.)
 
     Args:
         attention_mask: true on tokens, false on padding, on either side.
@@ -78,14 +81,16 @@ def token_logps(
             also where a replay made the model use others.
         router_logits: also the router logits, of all tokens.
         chunk_size: completion tokens whose logits are held at once; default as in `head_logps`.
-        position_ids: default: the number of tokens before, padding not counted. Several sequences in a row: `packed`.
+        position_ids: default: the number of tokens before, padding not counted. Several sequences in a row: `packed`;
+            the first such call tries out whether the model keeps them apart.
         shared: this batch as rows that share prompts (`share_prompts`), which the model is called with. Whether it can
             be is for `check_shared_prompts` to say.
 
     Raises:
         ValueError: a mask of another shape, or of other values than 0 and 1; a completion token lies on padding;
-            temperature or chunk size is not positive; the model has no load-balancing loss; `shared` is of another
-            batch, or something is asked of the model's outputs that rows of several responses do not have.
+            several sequences in a row, in a model that does not keep them apart; temperature or chunk size is not
+            positive; the model has no load-balancing loss; `shared` is of another batch, or something is asked of the
+            model's outputs that rows of several responses do not have.
         TypeError: `model` holds no transformers model with an output head.
         RuntimeError: another thread is in `token_logps` of this model.
 
@@ -115,6 +120,8 @@ def token_logps(
             "attention_mask. Was one of them built for the other padding side?"
         )
     first = None if position_ids is None else packed(position_ids, attended)
+    if first is not None:
+        refuse_leak(model, lm, evaluating(model), single=B == 1)
     follows = attended[:, :-1] if first is None else ~first[:, 1:]
     # Flat positions in [B * T] of the tokens that are predicted; the state one earlier predicts.
     token = F.pad(completion[:, 1:] & follows, (1, 0)).flatten().nonzero().squeeze(1)
@@ -217,24 +224,29 @@ def head_treatment(model: nn.Module, lm: PreTrainedModel) -> LogitMap | str:
     head = lm.get_output_embeddings()
     if isinstance(vars(head).get("forward"), _StandIn):
         raise RuntimeError(_BUSY)
-    if getattr(type(head), "forward", None) is not nn.Linear.forward or "forward" in vars(head):
-        return f"its output head ({type(head).__module__}.{type(head).__name__}) has a forward of its own"
-    if getattr(lm, "tp_size", None):
-        return "its output head is split (tensor parallelism)"
-    for module in model.modules():  # the wrappers, then the model: a compiled one would not see the stand-in
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
-            return "it was compiled as a whole"
-        if module is lm:
-            break
-    # Tried out once, and again where a number that the model's forward may use has changed.
-    settings = [type(lm).forward, head.weight.shape, *map(_settings, (lm, lm.config, lm.config.get_text_config()))]
-    tried = _TRIED.get(lm)
-    if tried is None or tried[0] != settings:
-        tried = _TRIED[lm] = (settings, logit_map_of(lm))
-    return tried[1] or "it treats its head's output to more than a scale and a soft cap"
+    around = (*takewhile(lambda module: module is not lm, model.modules()), lm, head)
+    # Looked at once, and again where something has changed that the answer may depend on.
+    seen = [head.weight.shape, *map(_settings, (lm.config, lm.config.get_text_config())), *map(_own, around)]
+    tried = _TRIED.get(model)
+    if tried is None or tried[0] != seen:
+        found = (
+            hindrance(model, lm)
+            or logit_map_of(lm)
+            or "it treats its head's output to more than a scale and a soft cap"
+        )
+        tried = _TRIED[model] = (seen, found)
+    return tried[1]
 
 
-_TRIED: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[Any], LogitMap | None]]" = weakref.WeakKeyDictionary()
+_TRIED: "weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], LogitMap | str]]" = weakref.WeakKeyDictionary()
+
+
+def _own(module: nn.Module) -> list[Any]:
+    """What can make of its output something else: holding none of it, as this may hold the module."""
+    values = [vars(module).get("forward"), *module._forward_hooks.values()]
+    held = [weakref.ref(value) for value in values if value is not None and value.__module__ != ROUTING_HOOKS]
+    numbers = None if type(module).__module__.startswith(PASSING_ON) else _settings(module)
+    return [type(module).forward, module._compiled_call_impl is None, held, numbers]
 
 
 def _settings(of: Any) -> dict[str, Any]:

@@ -172,8 +172,8 @@ def share_prompts(
 
 def packed(position_ids: Int[Tensor, "B T"], attended: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"] | None:
     """Where rows hold several sequences one behind the other ("padding-free"): True on the first token of each,
-    which follows nothing. None where no position within a row is 0. transformers keeps such sequences apart by their
-    positions, if it is given no attention mask.
+    which follows nothing. None where no position within a row is 0. Many models of transformers keep such sequences
+    apart by their positions, if they are given no attention mask; others do not (`packed_rows.leak`).
 
     Raises:
         ValueError: there is padding, which only a mask tells.

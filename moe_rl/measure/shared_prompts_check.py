@@ -2,23 +2,20 @@
 
 import inspect
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_rl.measure.logprobs import causal_lm, evaluating, token_logps
+from moe_rl.measure.packed_rows import ATTENDING, drawn, nudged
 from moe_rl.measure.shared_prompts import SharedPrompts, share_prompts
 from moe_rl.routing import RoutedExperts, record_routes, replay_routes
 from moe_rl.routing.calls import device_of
-from moe_rl.routing.experts_sorted import compute_dtype
 
 PROMPTS, RESPONSES = (4, 4, 3, 3), (3, 5, 4, 2)
 """Tokens of the texts that a model is tried out with: two prompts of two responses each."""
-ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
 _PASSED: "weakref.WeakKeyDictionary[PreTrainedModel, str]" = weakref.WeakKeyDictionary()
 
 
@@ -73,32 +70,11 @@ def check_shared_prompts(model: nn.Module) -> None:
     _PASSED[lm] = attention
 
 
-def _drawn(high: int, shape: Sequence[int]) -> Tensor:
-    """The same random integers at every call, on the CPU."""
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(0), device="cpu")
-
-
-@contextmanager
-def _nudged(lm: PreTrainedModel) -> Iterator[None]:
-    """Embeddings up or down by one rounding of the dtype that they are computed in."""
-
-    def nudge(module: nn.Module, args: Any, states: Tensor) -> Tensor:
-        dtype = compute_dtype(states, states.device)  # autocast's, where it is on
-        signs = _drawn(2, states.shape).to(states) * 2 - 1
-        return states * (1 + torch.finfo(dtype).eps * signs)
-
-    handle = cast(nn.Module, lm.get_input_embeddings()).register_forward_hook(nudge)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def _texts(lm: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, attention and completion mask of the texts, padded on the right; the prompt of a text and the next one is
     the same."""
     V, longest = lm.config.get_text_config().vocab_size, max(map(sum, zip(PROMPTS, RESPONSES, strict=True)))
-    ids, column = _drawn(V, (len(PROMPTS), longest)), torch.arange(longest, device="cpu")
+    ids, column = drawn(V, (len(PROMPTS), longest)), torch.arange(longest, device="cpu")
     prompts, responses = torch.tensor((PROMPTS, RESPONSES), device="cpu")[..., None]
     attended, prompt = column < prompts + responses, column < prompts
     ids[1::2][prompt[1::2]] = ids[::2][prompt[::2]]
@@ -124,7 +100,7 @@ def _alone(
     flat[1::2][prompt[1::2]] = flat[::2][prompt[::2]]
     routes = recording.routes.take(flat)  # one prompt, one route, whatever rounding says
     plain = _under(model, routes, tokens)
-    with _nudged(lm):
+    with nudged(lm):
         return routes, plain, _under(model, routes, tokens)
 
 

@@ -59,8 +59,8 @@ class LossOutput:
     @property
     def clipped(self) -> Bool[Tensor, "B T"]:
         """The tokens that the clip takes out of the gradient; False in padding. Depends on the sign of the advantage.
-        With a sequence ratio, every token of that sequence. Tokens dropped by an engine correction are not counted
-        here, see `metrics`."""
+        A sequence ratio is the same for every token of the sequence: where the advantage is, too, all or none. Tokens
+        dropped by an engine correction are not counted here, see `metrics`."""
         return self.tokens.clipped
 
     @cached_property
@@ -101,8 +101,9 @@ def policy_loss(
         objective: an `Objective` or the name of one in `OBJECTIVES`.
         logps: current policy, nats, `[B,T]`.
         old_logps: the training engine's old policy, nats.
-        advantages: `[B]`, one a sequence, or `[B,T]`, one a token. A sequence ratio with token advantages
-            averages them over the sequence (one shared gradient); "sequence_token" keeps them apart.
+        advantages: `[B]`, one a sequence, or `[B,T]`, one a token. A sequence ratio is clipped for each
+            token by the sign of that token's own advantage. With "sequence" the gradient goes through the one ratio,
+            to all tokens alike; with "sequence_token" each token's goes to its own log-probability.
         mask: bool or 0/1, True on completion tokens.
         ref_logps: reference policy; needed iff `kl_coef` is not 0.
         rollout_logps: the rollout engine's log-probabilities of the same tokens; needed for anchor="rollout"

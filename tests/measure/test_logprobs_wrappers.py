@@ -1,11 +1,15 @@
 """Token log-probabilities of wrapped models: data parallel, sharded, LoRA, compiled, autocast."""
 
 import copy
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 from logprobs_helpers import assert_same_gradients, batch, build, gradients, reference, weights
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_rl.measure import logprobs
 from moe_rl.measure.head import LogitMap, head_logps
 from moe_rl.measure.logprobs import token_logps
+from moe_rl.measure.other_heads import logit_map_of
+from moe_rl.routing import record_routes
 
 
 def assert_as_reference(model, bare, tolerance=1e-10, strip=""):
@@ -88,3 +94,95 @@ def test_autocast_rounds_the_product_as_the_model_would():
         got, _ = head_logps(hidden, weight, targets, bias=bias, chunk_size=5)
         want = F.linear(hidden, weight, bias).float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+
+
+# -- what changes the logits on their way to the caller -----------------------------------------------------------
+
+
+class Around(torch.nn.Module):
+    def __init__(self, model, divide=None):
+        super().__init__()
+        self.model, self.divide = model, divide
+
+    def forward(self, *args, **kwargs):
+        out = self.model(*args, **kwargs)
+        if self.divide is not None:
+            out.logits = out.logits / self.divide
+        return out
+
+
+def halved(out):
+    out.logits = out.logits / 2
+    return out
+
+
+def with_forward(model, forward):
+    model.forward = forward
+    return model
+
+
+def hooked(model, module, hook):
+    module.register_forward_hook(hook)
+    return model
+
+
+class Halving(ModelHook):
+    def post_forward(self, module, output):
+        return halved(output)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda m: hooked(m, m.lm_head, lambda module, args, out: out * 0.5), "a forward hook of its output head"),
+        (lambda m: hooked(m, m, lambda module, args, out: halved(out)), "a forward hook of its Qwen3MoeForCausalLM"),
+        (lambda m: with_forward(m, partial(lambda own, **kw: halved(own(**kw)), m.forward)), "was replaced"),
+        (lambda m: add_hook_to_module(m, Halving()), "the forward of its Qwen3MoeForCausalLM was replaced"),
+        (lambda m: Around(m, 2), "Around around it does not hand out its logits as they are"),
+        (lambda m: Around(Around(m, 2)), "Around around it"),
+    ],
+)
+def test_what_changes_the_logits_is_heeded(change, why, float64_throughout):
+    model, data = build(), batch()
+    changed = change(model)
+    lm = logprobs.causal_lm(changed)
+    unchanged = reference(build(), *data)[0]
+    for _ in range(2):
+        assert why in logprobs.head_treatment(changed, lm)
+        with record_routes(changed) as recording:
+            got = token_logps(changed, *data).logps
+        assert len(recording.steps) == 1, "trying it out is no call of the model"
+        torch.testing.assert_close(got, reference(changed, *data)[0], atol=1e-12, rtol=1e-12)
+    assert (got - unchanged).abs().max() > 0.1
+
+
+def test_a_wrapper_is_looked_at_again_when_its_numbers_change():
+    wrapper = Around(build(), 1)
+    lm = logprobs.causal_lm(wrapper)
+    assert isinstance(logprobs.head_treatment(wrapper, lm), LogitMap)
+    wrapper.divide = 2
+    assert "does not hand out" in logprobs.head_treatment(wrapper, lm)
+    assert not {"forward", "_call_impl"} & set(vars(lm))
+
+
+def test_what_leaves_the_logits_alone_does_not_cost_the_memory(monkeypatch, one_process):
+    bare, data, tried = build(), batch(), []
+    want = token_logps(bare, *data).logps
+    moved = add_hook_to_module(add_hook_to_module(build(), AlignDevicesHook("cpu")), ModelHook(), append=True)
+    sharded = build()
+    fully_shard(sharded)
+    before = build()
+    before.register_forward_pre_hook(lambda *_: None)
+    models = [before, moved, Around(build()), DistributedDataParallel(build()), sharded]
+    peft = pytest.importorskip("peft")
+    models.append(peft.get_peft_model(build(), peft.LoraConfig(r=2, target_modules=["q_proj"])))  # adds 0 at first
+    models.append(Accelerator(mixed_precision="bf16", cpu=True).prepare_model(build(), device_placement=False))
+    monkeypatch.setattr(logprobs, "logit_map_of", lambda lm: tried.append(lm) or logit_map_of(lm))
+    for model in models:
+        lm = logprobs.causal_lm(model)
+        for context in (nullcontext, record_routes, nullcontext):
+            with context(model):
+                assert isinstance(logprobs.head_treatment(model, lm), LogitMap)
+                if model is not models[-1]:  # it computes in bf16
+                    torch.testing.assert_close(token_logps(model, *data).logps, want, atol=1e-7, rtol=1e-7)
+    assert len(tried) == len(models), "once each, whatever contexts put hooks on it"

@@ -56,7 +56,7 @@ def clip_row(row, low, high, ceiling=inf):
 
 
 def gspo_row(row, anchor="old", low=1 - 3e-4, high=1 + 4e-4):
-    # arXiv:2507.18071, eq. 5; with token advantages the mean over the sequence
+    # arXiv:2507.18071, eq. 5; with token advantages each token's term has its own
     s = sequence_ratio(row, anchor)
     values = [clipped_surrogate(s, a, low, high) for a in row["adv"]]
     return values, [out_of_gradient(s, a, low, high) for a in row["adv"]]

@@ -40,7 +40,9 @@ def test_gspo_token_golden_with_token_advantages():
     assert out.clipped.tolist() == [[True, False]]
     torch.testing.assert_close(slope, double([[0.0, 0.55]]))
     # GSPO with the same advantages shares the gradient of token 1 among both
-    _, shared = run("gspo", [[1.21, 1.0]], [[2.0, -1.0]])
+    plain, shared = run("gspo", [[1.21, 1.0]], [[2.0, -1.0]])
+    torch.testing.assert_close(plain.loss, out.loss)  # the clip goes by each token's advantage, not by their mean
+    assert plain.clipped.tolist() == [[True, False]]
     torch.testing.assert_close(shared, double([[0.275, 0.275]]))
 
 
