@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from moe_rl.routing.calls import device_of
-from moe_rl.routing.contexts import _TAPS
+from moe_rl.routing.contexts import taps_within
 from moe_rl.routing.experts_sorted import compute_dtype
 from moe_rl.routing.probing import quiet
 
@@ -95,10 +95,9 @@ def _farthest(a: Tensor, b: Tensor) -> Tensor:
 def _unheard(model: nn.Module) -> Iterator[None]:
     """Contexts that are open on a model, or on a part of it, are not told of its calls."""
     with ExitStack() as stack:
-        for tap in [kept() for module in model.modules() if (kept := _TAPS.get(module)) is not None]:
-            if tap is not None:
-                tap.refuse_other_thread()
-                stack.enter_context(quiet(tap))
+        for tap in taps_within(model):
+            tap.refuse_other_thread()
+            stack.enter_context(quiet(tap))
         yield
 
 

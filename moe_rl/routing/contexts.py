@@ -112,6 +112,12 @@ def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
     return tap, [site.name for site in sites]
 
 
+def taps_within(model: nn.Module) -> list[Tap]:
+    """The taps of a model and of its parts that some context keeps."""
+    kept = (_TAPS[module]() for module in model.modules() if module in _TAPS)
+    return [tap for tap in kept if tap is not None]
+
+
 def _selecting(sites: list[Site]) -> list[nn.Module]:
     """The routers, the blocks around them and what these hold (the experts), the same whether compiled or not."""
     blocks = [block for site in sites for block in site.parents[:1]]
