@@ -1,5 +1,6 @@
 """What a replay that leaves rows live may not stand for, and what a data set's runs begin with."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from moe_rl.study.answer import answer
 from moe_rl.study.arms import replay_identity
 from moe_rl.study.comparing import pairs_to_compare
 from moe_rl.study.config import ConfigError, parse_study
+from moe_rl.study.figures import each_figure
 from moe_rl.study.outcomes import run_outcomes
 
 PART = {"keep": {"keep": 0.5}, "sites": {"keep_sites": [0]}}
@@ -63,3 +65,13 @@ def test_labels_with_the_word_noise_tell_no_doses_apart():
     arms = {arm: {"label": "GRPO with noise", "method": {"noise": dose}} for arm, dose in (("a", 0.2), ("b", 0.5))}
     with pytest.raises(ConfigError, match=r"arms\.b\.label: 'GRPO with noise' is the label of arm 'a' too"):
         parse_study({"name": "s", "question": "q", "seeds": [0], "arms": arms})
+
+
+def test_letters_that_the_font_lacks_are_told_once():
+    study = study_of({"grpo": (0.5, 0.6), "gspo": (0.5, 0.6)})
+    study = replace(study, config={"arms": {"grpo": {"label": "GRPO リ"}, "gspo": {"label": "GSPO"}}})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for figure in each_figure(study):
+            figure.render("png")
+    assert len(told) == 1 and "the font of the figures lacks リ" in str(told[0].message)

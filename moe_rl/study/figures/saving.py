@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -74,8 +75,9 @@ def _number_clips(svg: bytes) -> bytes:
 
 @contextmanager
 def house_style(more: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """The house style, and `more` settings, for the block only."""
-    with mpl.rc_context():
+    """The house style, and `more` settings, for the block only. Letters that the font lacks are told by `inches`."""
+    with mpl.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")
         settings: Any = {**_settings(), **(more or {})}
         mpl.rcParams.update(settings)
         yield

@@ -1,5 +1,6 @@
 """What all figures share: one look per method, conditions, axes, legends, tick labels."""
 
+import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from matplotlib.axis import Axis
 from matplotlib.cbook import is_math_text
 from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -27,6 +28,8 @@ INK = "#1a1a1a"
 PALE = "#8f8f8f"  # lines behind others, half transparent
 LETTER = 0.061  # inches: a letter of a legend
 THIN_LINES = 5  # with more seeds than this, single seeds are left to the CSV
+
+_TOLD: set[str] = set()  # letters that the font lacks
 
 
 class NothingToDraw(ValueError):
@@ -168,8 +171,19 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
 def inches(label: str, points: float | int = 8) -> float:
     """How wide a label is, in letters of so many points (those of a legend): capitals are wide, formulas are short."""
     font = FontProperties(size=points)
+    _tell_lacking(label)
     lines = [(line, bool(is_math_text(line))) for line in label.split("\n")]
     return max(float(text_to_path.get_text_width_height_descent(line, font, math)[0]) for line, math in lines) / 72
+
+
+def _tell_lacking(label: str) -> None:
+    """One warning for letters that the font lacks."""
+    known = get_font(findfont(FontProperties())).get_charmap()
+    lacking = {letter for letter in label if letter.isprintable() and ord(letter) not in known} - _TOLD
+    if lacking:
+        _TOLD.update(lacking)
+        letters = "".join(sorted(lacking))
+        warnings.warn(f"the font of the figures lacks {letters}; boxes stand there in PNG and PDF", stacklevel=3)
 
 
 def log_y(ax: Axes, low: float | int | None = None, high: float | int | None = None) -> None:
