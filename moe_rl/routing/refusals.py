@@ -22,6 +22,11 @@ NOTHING_REPLAYED = (
     "torch._dynamo.config.skip_nnmodule_hook_guards = False; torch._dynamo.reset() forgets what was compiled"
 )
 """A warning: the call may have been of something else."""
+COMPILED_CHECKPOINTS = (
+    "a compiled model or layer with gradient checkpointing: its recomputation in the backward pass would be routed "
+    "anew. Turn one of both off (model.gradient_checkpointing_disable()), or compile attention, MLPs or routers by "
+    "themselves, which works under gradient checkpointing"
+)
 
 # -- where a model is called -------------------------------------------------------------------------------------------
 
@@ -50,6 +55,10 @@ def checkpointed_by_hand(where: str) -> RoutingError:
         "cannot be told which routes its forward had. Use model.gradient_checkpointing_enable() or torch's "
         "checkpoint_wrapper, which are followed"
     )
+
+
+def compiled_checkpoints(model: str) -> RoutingError:
+    return RoutingError(f"{model} is called inside a context as {COMPILED_CHECKPOINTS}")
 
 
 def without_batch() -> RoutingError:
