@@ -242,6 +242,38 @@ def test_compile_after_attach_is_exact_without_graph_breaks() -> None:
     torch._dynamo.reset()
 
 
+def test_a_compiled_model_refuses_other_tokens_and_a_forgotten_mask() -> None:
+    """They were compared in uncompiled calls only: any tokens were replayed, with a fraction of 1."""
+    torch._dynamo.reset()
+    model, inputs = moe(), tokens()
+    model.model.layers = model.model.layers[:1]
+    model.set_experts_implementation("batched_mm")
+    mask = torch.ones_like(inputs)
+    mask[0, :2] = 0
+    plain, masked = routes_of(model, inputs), routes_of(model, inputs, attention_mask=mask)
+    with attach(model):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)  # nothing waits for the comparison
+
+        def replay(given: Tensor, routes: RoutedExperts, attention_mask: Tensor | None = None, **options: Any) -> float:
+            with replay_routes(compiled, routes, **options) as replayed:
+                compiled(given, attention_mask=attention_mask, use_cache=False)
+            return replayed.replayed_fraction
+
+        assert replay(inputs, plain) == replay(inputs, masked, mask) == 1
+        for others, count in ((inputs.flip(0), int((inputs != inputs.flip(0)).sum())), (inputs - 1, inputs.numel())):
+            with pytest.raises(RoutingError, match=f"recorded for other tokens: {count} of compiled calls differ"):
+                replay(others, plain)
+            assert replay(others, plain, check_tokens=False) == 1
+        with pytest.raises(RoutingError, match=r"hides 2 tokens of padding.*attention_mask forgotten"):
+            replay(inputs, masked)
+        with replay_routes(compiled, plain) as replayed:  # a count that is asked for inside says so, too, and once
+            compiled(inputs.flip(0), use_cache=False)
+            with pytest.raises(RoutingError, match="recorded for other tokens"):
+                _ = replayed.replayed_rows
+        assert replay(inputs, plain) == 1
+    torch._dynamo.reset()
+
+
 def test_decoding_that_is_compiled_goes_on_with_a_prefill_that_is_not() -> None:
     """What generate() does with a static cache on a GPU: the compiled call cannot see where the cache lies."""
     torch._dynamo.reset()
