@@ -227,16 +227,12 @@ def bare_padding(bare: Tensor, past: int) -> RoutingError:
 
 def others_compiled(wrong: int, bare: int) -> RoutingError:
     """wrong, bare: how many tokens of compiled calls, which are compared as in the two errors above."""
-    what = (
-        f"routes were recorded for other tokens: {wrong} of compiled calls differ. Another batch, another order of "
-        "rows, another padding?"
-        if wrong
-        else f"routes were recorded with an attention mask that hides {bare} tokens of padding in front of others, and "
-        "compiled calls did not hide them: was their attention_mask forgotten?"
-    )
+    what = f"for other tokens: {wrong} of compiled calls differ. Another batch, another order of rows, another padding?"
+    if not wrong:
+        what = f"with an attention mask that hides {bare} tokens of padding in front of others: was it forgotten?"
     return RoutingError(
-        f"these {what} Nothing that was computed in this context is a replay. To see where, call the model uncompiled "
-        "(check_tokens=False switches this check off)"
+        f"these routes were recorded {what} Nothing that was computed in this context is a replay. To see where, call "
+        "the model uncompiled (check_tokens=False switches this check off)"
     )
 
 

@@ -121,18 +121,18 @@ class Replay(Listener):
         return torch.cat([packed, last], dim=2), "slots" if self._holes == "slots" else "rows"
 
     def _compare(self, call: Call, packed: Tensor, tokens: Tensor) -> None:
-        compiled = torch.compiler.is_compiling()
         given = tokens_of(call, tokens)[:, : tokens.shape[1]]
-        if not compiled and torch.equal(tokens, given):
-            return
+        if torch.compiler.is_compiling() or not torch.equal(tokens, given):
+            self._judge(call, packed, tokens, given)
+
+    def _judge(self, call: Call, packed: Tensor, tokens: Tensor, given: Tensor) -> None:
+        """Not every difference is wrong. RoutingError for one that is; of a compiled call it is added up."""
         forced = (packed != self._sentinel).any(-1).any(0)
         known, now = shown(tokens), shown(given)
         wrong = (known != now) & (known >= 0) & forced
-        if call.mask is None or call.knows_mask():
-            bare = self._bare(tokens, given, call.past)
-        else:
-            bare = torch.zeros_like(wrong)
-        if compiled:  # added up without waiting, read by `_refuse_others`
+        knows = call.mask is None or call.knows_mask()
+        bare = self._bare(tokens, given, call.past) if knows else torch.zeros_like(wrong)
+        if torch.compiler.is_compiling():  # nothing waits for it here: `_refuse_others` reads it
             self._others = self._others + torch.stack([wrong.sum(), bare.sum()])
         elif bool(wrong.any()):
             raise refusals.other_tokens(known, now, wrong, call.past)

@@ -264,7 +264,7 @@ def test_a_compiled_model_refuses_other_tokens_and_a_forgotten_mask() -> None:
             with pytest.raises(RoutingError, match=f"recorded for other tokens: {count} of compiled calls differ"):
                 replay(others, plain)
             assert replay(others, plain, check_tokens=False) == 1
-        with pytest.raises(RoutingError, match=r"hides 2 tokens of padding.*attention_mask forgotten"):
+        with pytest.raises(RoutingError, match=r"attention mask that hides 2 tokens of padding.*forgotten"):
             replay(inputs, masked)
         with replay_routes(compiled, plain) as replayed:  # a count that is asked for inside says so, too, and once
             compiled(inputs.flip(0), use_cache=False)
