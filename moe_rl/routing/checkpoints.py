@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling as compiling
+
+from moe_rl.routing import refusals
 
 CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")  # transformers, torch's checkpoint_wrapper
 SWITCH = "gradient_checkpointing"
@@ -23,7 +26,12 @@ class Segments:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tap, call = self.tap, self.tap.call
-        if call is None or torch.compiler.is_compiling():  # a compiled segment carries its routes in its graph
+        if call is None:
+            return self.original(function, *args, **kwargs)
+        whole = call.open and call.frame is None  # the model is compiled together with its hooks
+        if whole or compiling():
+            if call.grad and not (whole and all(not listener.steers for listener in tap.listeners)):
+                _refuse(type(tap.boundary).__name__)
             return self.original(function, *args, **kwargs)
 
         def segment(*inner: Any, **named: Any) -> Any:
@@ -37,6 +45,12 @@ class Segments:
 
     def __reduce__(self) -> Any:
         return same, (self.original,)
+
+
+@torch.compiler.disable(reason=refusals.COMPILED_CHECKPOINTS)
+def _refuse(model: str) -> None:
+    """Run outside of the graph, because there the error is raised as it is."""
+    raise refusals.compiled_checkpoints(model)
 
 
 @contextmanager

@@ -103,7 +103,7 @@ class Tap:
                 for module in self.modules
                 if hasattr(type(module), SWITCH) or SWITCH in (own := module.__dict__) or "checkpoint_fn" in own
             ]
-            self.follow()
+        self.follow()  # gradient checkpointing may have been switched on since the hooks were put on
         if steer and not self._steered:
             self._steered = True
             for index in range(len(self.sites)):

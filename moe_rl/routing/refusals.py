@@ -22,6 +22,11 @@ NOTHING_REPLAYED = (
     "torch._dynamo.config.skip_nnmodule_hook_guards = False; torch._dynamo.reset() forgets what was compiled"
 )
 """A warning: the call may have been of something else."""
+COMPILED_CHECKPOINTS = (
+    "a compiled model or layer with gradient checkpointing: its recomputation in the backward pass would be routed "
+    "anew. Turn one of both off (model.gradient_checkpointing_disable()), or compile attention, MLPs or routers by "
+    "themselves, which works under gradient checkpointing"
+)
 
 # -- where a model is called -------------------------------------------------------------------------------------------
 
@@ -57,6 +62,10 @@ def replaced(model: str) -> RoutingError:
         f"a router, a block around one or its experts was replaced inside an open context of {model}, so that it has "
         "to be checked again: close that context before another is opened"
     )
+
+
+def compiled_checkpoints(model: str) -> RoutingError:
+    return RoutingError(f"{model} is called inside a context as {COMPILED_CHECKPOINTS}")
 
 
 def without_batch() -> RoutingError:
@@ -229,6 +238,17 @@ def bare_padding(bare: Tensor, past: int) -> RoutingError:
         f"these routes were recorded with an attention mask that hides {int(bare.sum())} tokens of padding in front of "
         f"others (first sequence {b}, position {past + t}), and this call does not hide them: was its attention_mask "
         "forgotten? (check_tokens=False switches this check off)"
+    )
+
+
+def others_compiled(wrong: int, bare: int) -> RoutingError:
+    """wrong, bare: how many tokens of compiled calls, which are compared as in the two errors above."""
+    what = f"for other tokens: {wrong} of compiled calls differ. Another batch, another order of rows, another padding?"
+    if not wrong:
+        what = f"with an attention mask that hides {bare} tokens of padding in front of others: was it forgotten?"
+    return RoutingError(
+        f"these routes were recorded {what} Nothing that was computed in this context is a replay. To see where, call "
+        "the model uncompiled (check_tokens=False switches this check off)"
     )
 
 

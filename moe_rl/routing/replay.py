@@ -22,7 +22,8 @@ from moe_rl.routing.traced import no_type_check
 class Replay(Listener):
     """Forces routes, and counts what is proven: after every call the ids that reached the experts are compared with
     those that were forced, and a difference is an error (on a CPU at once; on another device, and under torch.compile,
-    where the context ends or a count is read).
+    where the context ends or a count is read). So are other tokens than those of the routes (at once; under
+    torch.compile as above).
 
     `.replayed_rows`, `.live_rows`: (token, site) rows of all finished forwards whose experts were those of the routes
         (at least in the slots that are forced), and the others; fixed sites (hash routing) are neither.
@@ -57,6 +58,8 @@ class Replay(Listener):
         self._packed = packed.permute(2, 0, 1, 3)  # [sites,B,T,K]
         self._sentinel = torch.iinfo(packed.dtype).max
         self._tokens = routes._tokens.to(packed.device) if routes._tokens is not None and check_tokens else None
+        # Tokens in compiled calls that are others than the recorded ones, and padding that only those hid.
+        self._others: Any = None if self._tokens is None else torch.zeros(2, dtype=torch.int64, device=packed.device)
         self._left: Any = None  # the state of the cache that the last call left
         self._changed: bool | Tensor = False
         self._pending = 0  # tokens that calls on one KV cache have forced so far, where more must follow
@@ -110,7 +113,7 @@ class Replay(Listener):
         packed, tokens = self._packed, self._tokens
         if start or stop != length:
             packed, tokens = packed[:, :, start:stop], None if tokens is None else tokens[:, start:stop]
-        if tokens is not None and call.tokens is not None and not torch.compiler.is_compiling():
+        if tokens is not None and call.tokens is not None:
             self._compare(call, packed, tokens)
         if fits:
             return packed, self._holes
@@ -119,23 +122,37 @@ class Replay(Listener):
 
     def _compare(self, call: Call, packed: Tensor, tokens: Tensor) -> None:
         given = tokens_of(call, tokens)[:, : tokens.shape[1]]
-        if torch.equal(tokens, given):
-            return
+        if torch.compiler.is_compiling() or not torch.equal(tokens, given):
+            self._judge(call, packed, tokens, given)
+
+    def _judge(self, call: Call, packed: Tensor, tokens: Tensor, given: Tensor) -> None:
+        """Not every difference is wrong. RoutingError for one that is; of a compiled call it is added up."""
         forced = (packed != self._sentinel).any(-1).any(0)
         known, now = shown(tokens), shown(given)
         wrong = (known != now) & (known >= 0) & forced
-        if bool(wrong.any()):
+        knows = call.mask is None or call.knows_mask()
+        bare = self._bare(tokens, given, call.past) if knows else torch.zeros_like(wrong)
+        if torch.compiler.is_compiling():  # nothing waits for it here: `_refuse_others` reads it
+            self._others = self._others + torch.stack([wrong.sum(), bare.sum()])
+        elif bool(wrong.any()):
             raise refusals.other_tokens(known, now, wrong, call.past)
-        if call.mask is None or call.knows_mask():
-            self._compare_masks(tokens, given, call.past)
+        elif bool(bare.any()):
+            raise refusals.bare_padding(bare, call.past)
 
-    def _compare_masks(self, tokens: Tensor, given: Tensor, past: int) -> None:
-        """Padding that the recorded call hid is hidden now, too. Behind the last token of a row no token sees it."""
+    def _bare(self, tokens: Tensor, given: Tensor, past: int) -> Tensor:
+        """`[B,S]` bool: padding that the recorded call hid, and this one does not. Behind the last token of a row no
+        token sees it."""
         assert self._tokens is not None
         before = ((self._tokens >= 0).flip(1).cumsum(1).flip(1) > 0)[:, past : past + tokens.shape[1]]
-        bare = (tokens < -1) & (given >= 0) & before
-        if bool(bare.any()):
-            raise refusals.bare_padding(bare, past)
+        return (tokens < -1) & (given >= 0) & before
+
+    def _refuse_others(self) -> None:
+        """RoutingError where compiled calls had other tokens than the routes; waits for the device once."""
+        if self._others is None:
+            return
+        others, self._others = self._others.tolist(), torch.zeros_like(self._others)  # said once
+        if any(others):
+            raise refusals.others_compiled(*others)
 
     def end(self, call: Call) -> None:
         length, stop = self._packed.shape[2], call.past + call.length
@@ -157,6 +174,7 @@ class Replay(Listener):
     def finish(self) -> None:
         """At the end of the context: RoutingError where what was forced is not what the routes are for."""
         self._refuse_changed()
+        self._refuse_others()
         if self._pending:
             self._refuse_pending()
         if self._once:
@@ -174,6 +192,7 @@ class Replay(Listener):
     @property
     def replayed_rows(self) -> int:
         self._tap.settle()
+        self._refuse_others()
         return int(self._rows_kept)
 
     @property

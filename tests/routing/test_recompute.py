@@ -1,5 +1,7 @@
 """Gradient checkpointing and compilation: the backward pass sees the routes of its forward, or an error."""
 
+from typing import Any
+
 import pytest
 import torch
 from routing_helpers import assert_same, disturbed, grads, hooked, moe, routes_of, tokens
@@ -11,6 +13,7 @@ from moe_rl.routing import (
     RoutedExperts,
     RoutingError,
     attach,
+    biased_routes,
     find_sites,
     noisy_routes,
     record_routes,
@@ -127,6 +130,82 @@ def test_checkpointing_by_hand_is_refused(reentrant: bool) -> None:
 # -- compilation --------------------------------
 
 
+def compiled_parts(what: str) -> tuple[Any, Any]:
+    """An attached model of one layer (compilation is slow), in train mode, and what to call: compiled in part."""
+    torch._dynamo.reset()
+    model = moe(seed=1).train()
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    attach(model)  # gradient checkpointing is switched on only after this
+    layer = model.model.layers[0]
+    if what == "wrapped":
+        return model, torch.compile(model, backend="aot_eager")
+    if what == "wrapped layer":
+        model.model.layers[0] = torch.compile(layer, backend="aot_eager")
+    elif what != "nothing":
+        parts = {"model": model, "base": model.model, "layer": layer, "mlp": layer.mlp, "router": layer.mlp.gate}
+        parts[what].compile(backend="aot_eager")
+    return model, model
+
+
+def one_layer_routes(inputs: Tensor) -> RoutedExperts:
+    other = moe(seed=2)
+    other.model.layers = other.model.layers[:1]
+    return routes_of(other, inputs)
+
+
+@pytest.mark.parametrize("what", ["wrapped", "model", "base", "layer", "wrapped layer"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_compiled_model_with_gradient_checkpointing_is_refused(what: str, reentrant: bool) -> None:
+    """The recomputation ran outside of any call: the loss was that of the routes, the gradient that of others."""
+    inputs = tokens()
+    routes = one_layer_routes(inputs)
+    model, run = compiled_parts(what)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    contexts = [replay_routes(model, routes, once=True)]
+    if what == "wrapped":
+        contexts += [noisy_routes(model, 1.0), biased_routes(model)]
+    for context in contexts:
+        with pytest.raises(RoutingError, match=r"compiled.*gradient_checkpointing_disable.*compile attention"), context:
+            run(inputs, use_cache=False).logits.square().mean().backward()
+    with torch.no_grad(), replay_routes(model, routes, once=True) as replay:  # nothing is recomputed
+        run(inputs, use_cache=False)
+    assert replay.replayed_fraction == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("what", ["mlp", "router"])
+def test_compiled_parts_of_layers_replay_under_gradient_checkpointing(what: str) -> None:
+    inputs = tokens()
+    routes = one_layer_routes(inputs)
+    found = []
+    for part in ("nothing", what):
+        model, run = compiled_parts(part)
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        with replay_routes(model, routes, once=True):
+            loss = run(inputs, use_cache=False).logits.square().mean()
+        loss.backward()
+        found.append({name.replace("_orig_mod.", ""): grad for name, grad in grads(model).items()})
+    assert_same(*found, exact=False)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model_with_gradient_checkpointing_is_recorded() -> None:
+    inputs = tokens()
+    model, _ = compiled_parts("nothing")
+    wanted = routes_of(model, inputs)
+    model.zero_grad()
+    model(inputs, use_cache=False).logits.square().mean().backward()
+    plain = grads(model)
+    model, run = compiled_parts("wrapped")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with record_routes(model) as recording:
+        run(inputs, use_cache=False).logits.square().mean().backward()
+    assert recording.routes.equal(wanted)
+    assert_same(plain, grads(model), exact=False)
+    torch._dynamo.reset()
+
+
 def test_compile_after_attach_is_exact_without_graph_breaks() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -160,6 +239,38 @@ def test_compile_after_attach_is_exact_without_graph_breaks() -> None:
         pass
     with pytest.raises(RoutingError, match="compiled already"):
         attach(compiled)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model_refuses_other_tokens_and_a_forgotten_mask() -> None:
+    """They were compared in uncompiled calls only: any tokens were replayed, with a fraction of 1."""
+    torch._dynamo.reset()
+    model, inputs = moe(), tokens()
+    model.model.layers = model.model.layers[:1]
+    model.set_experts_implementation("batched_mm")
+    mask = torch.ones_like(inputs)
+    mask[0, :2] = 0
+    plain, masked = routes_of(model, inputs), routes_of(model, inputs, attention_mask=mask)
+    with attach(model):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)  # nothing waits for the comparison
+
+        def replay(given: Tensor, routes: RoutedExperts, attention_mask: Tensor | None = None, **options: Any) -> float:
+            with replay_routes(compiled, routes, **options) as replayed:
+                compiled(given, attention_mask=attention_mask, use_cache=False)
+            return replayed.replayed_fraction
+
+        assert replay(inputs, plain) == replay(inputs, masked, mask) == 1
+        for others, count in ((inputs.flip(0), int((inputs != inputs.flip(0)).sum())), (inputs - 1, inputs.numel())):
+            with pytest.raises(RoutingError, match=f"recorded for other tokens: {count} of compiled calls differ"):
+                replay(others, plain)
+            assert replay(others, plain, check_tokens=False) == 1
+        with pytest.raises(RoutingError, match=r"attention mask that hides 2 tokens of padding.*forgotten"):
+            replay(inputs, masked)
+        with replay_routes(compiled, plain) as replayed:  # a count that is asked for inside says so, too, and once
+            compiled(inputs.flip(0), use_cache=False)
+            with pytest.raises(RoutingError, match="recorded for other tokens"):
+                _ = replayed.replayed_rows
+        assert replay(inputs, plain) == 1
     torch._dynamo.reset()
 
 
