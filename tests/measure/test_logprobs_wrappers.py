@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+from accelerate.state import AcceleratorState
 from logprobs_helpers import assert_same_gradients, batch, build, gradients, reference, weights
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -165,7 +166,15 @@ def test_a_wrapper_is_looked_at_again_when_its_numbers_change():
     assert not {"forward", "_call_impl"} & set(vars(lm))
 
 
-def test_what_leaves_the_logits_alone_does_not_cost_the_memory(monkeypatch, one_process):
+@pytest.fixture
+def bf16_accelerator(one_process):
+    """One of its own: accelerate keeps the first of a process, with its precision."""
+    AcceleratorState._reset_state(True)
+    yield Accelerator(mixed_precision="bf16", cpu=True)
+    AcceleratorState._reset_state(True)
+
+
+def test_what_leaves_the_logits_alone_does_not_cost_the_memory(monkeypatch, bf16_accelerator):
     bare, data, tried = build(), batch(), []
     want = token_logps(bare, *data).logps
     moved = add_hook_to_module(add_hook_to_module(build(), AlignDevicesHook("cpu")), ModelHook(), append=True)
@@ -176,7 +185,7 @@ def test_what_leaves_the_logits_alone_does_not_cost_the_memory(monkeypatch, one_
     models = [before, moved, Around(build()), DistributedDataParallel(build()), sharded]
     peft = pytest.importorskip("peft")
     models.append(peft.get_peft_model(build(), peft.LoraConfig(r=2, target_modules=["q_proj"])))  # adds 0 at first
-    models.append(Accelerator(mixed_precision="bf16", cpu=True).prepare_model(build(), device_placement=False))
+    models.append(bf16_accelerator.prepare_model(build(), device_placement=False))
     monkeypatch.setattr(logprobs, "logit_map_of", lambda lm: tried.append(lm) or logit_map_of(lm))
     for model in models:
         lm = logprobs.causal_lm(model)
