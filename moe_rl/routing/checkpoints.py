@@ -13,6 +13,8 @@ import torch
 from torch.compiler import is_dynamo_compiling as compiling
 
 from moe_rl.routing import refusals
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.selection import stack
 
 CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")  # transformers, torch's checkpoint_wrapper
 SWITCH = "gradient_checkpointing"
@@ -31,7 +33,7 @@ class Segments:
         whole = call.open and call.frame is None  # the model is compiled together with its hooks
         if whole or compiling():
             if call.grad and not (whole and all(not listener.steers for listener in tap.listeners)):
-                _refuse(type(tap.boundary).__name__)
+                refuse(refusals.compiled_checkpoints, type(tap.boundary).__name__)
             return self.original(function, *args, **kwargs)
 
         def segment(*inner: Any, **named: Any) -> Any:
@@ -48,9 +50,18 @@ class Segments:
 
 
 @torch.compiler.disable(reason=refusals.COMPILED_CHECKPOINTS)
-def _refuse(model: str) -> None:
+def refuse(error: Callable[[str], RoutingError], where: str) -> None:
     """Run outside of the graph, because there the error is raised as it is."""
-    raise refusals.compiled_checkpoints(model)
+    raise error(where)
+
+
+@torch.compiler.assume_constant_result
+def traced_by_hand(tap: Any) -> bool:
+    """Whether code that is being compiled runs inside a checkpoint that is not followed. Asked of Python's stack."""
+    call = tap.call
+    if threading.get_ident() in tap.resumed or not (call is None or call.grad):
+        return False
+    return stack(None if call is None else call.frame)[1]
 
 
 @contextmanager

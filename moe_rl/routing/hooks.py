@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from moe_rl.routing import refusals
 from moe_rl.routing.calls import Call, Listener, Routers, cache_left, device_of
-from moe_rl.routing.checkpoints import CHECKPOINT_FUNCTIONS, SWITCH, Segments, same
+from moe_rl.routing.checkpoints import CHECKPOINT_FUNCTIONS, SWITCH, Segments, refuse, same, traced_by_hand
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
 from moe_rl.routing.kv_cache import CacheState
@@ -194,7 +194,10 @@ class Tap:
         if self.words is not None and embeds is not None and self.words.shape == embeds.shape[:2]:
             inputs["input_ids"] = self.words
         call = Call(inputs, len(self.sites), None if compiled else sys._getframe(1))  # refuses a packed batch
-        if not compiled:
+        if compiled:
+            if traced_by_hand(self):
+                refuse(refusals.checkpointed_by_hand, where)
+        else:
             if threading.get_ident() != self.thread:
                 raise refusals.of_another_thread(where, self.thread)
             if stack(None)[1]:
@@ -235,6 +238,8 @@ class Tap:
         call = self.call if compiled else self.asking(index)
         if call is None:
             return
+        if compiled and traced_by_hand(self):
+            refuse(refusals.checkpointed_by_hand, self.names[index])
         if call.open and call.fired[index]:
             raise refusals.ran_twice(self.names[index])
         if call.disturb is not None and not self.sites[index].fixed:
@@ -311,7 +316,11 @@ class Tap:
         if not self.listeners and not self.resumed:
             return None
         call = self.now()
-        if call is not None and (call.frame is None or not call.open):  # compiled; recomputed
+        if call is not None and not call.open:  # recomputed
+            return call
+        if call is not None and call.frame is None:  # compiled but for this part, as what runs in a checkpoint is
+            if call.grad and any(listener.steers for listener in self.listeners) and stack(None)[1]:
+                raise refusals.compiled_checkpoints(type(self.boundary).__name__)
             return call
         if call is not None and not call.grad and beneath(call.frame):  # nothing of it is recomputed
             return call

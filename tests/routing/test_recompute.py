@@ -174,6 +174,32 @@ def test_a_compiled_model_with_gradient_checkpointing_is_refused(what: str, reen
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("what", ["mlp", "router", "layer", "model"])
+@pytest.mark.parametrize("late", [True, False])
+def test_a_checkpoint_by_hand_around_or_in_what_is_compiled_is_refused(what: str, late: bool) -> None:
+    """Neither the forward nor its recomputation was seen: the gradient was that of other experts."""
+    inputs = tokens()
+    routes = one_layer_routes(inputs)
+    model, run = compiled_parts(what)
+    layer = model.model.layers[0]
+    if late and what == "model":  # the model's own checkpoints, of which nothing was known when it was compiled
+        match, switch = "gradient_checkpointing_disable", model.gradient_checkpointing_enable
+    else:
+        match = "gradient_checkpointing_disable" if what == "model" else r"layers\.0.*by hand"
+
+        def switch(options: dict[str, bool]) -> None:
+            forward = layer.forward
+            layer.forward = lambda h, **kwargs: checkpoint(lambda x: forward(x, **kwargs), h, **options)
+
+    if not late:
+        switch({"use_reentrant": True})
+    with pytest.raises(RoutingError, match=match), replay_routes(model, routes):
+        if late:
+            switch({"use_reentrant": True})
+        run(inputs, use_cache=False).logits.square().mean().backward()
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("what", ["mlp", "router"])
 def test_compiled_parts_of_layers_replay_under_gradient_checkpointing(what: str) -> None:
     inputs = tokens()
