@@ -44,9 +44,8 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
     STUDY_NAME, of which `to`/STUDY is not there.
     """
     data = load(path)
-    left = _left_to_run(data) + [
-        f"{name}: {run}" for name, again in data.roundings.items() for run in _left_to_run(again)
-    ]
+    left = _left_to_run(data)
+    left += [f"{name}: {run}" for name, again in data.roundings.items() for run in _left_to_run(again)]
     if left:
         raise ResultsError(
             f"{path}: {len(left)} runs are not finished ({', '.join(left[:5])}). Finish the study first."
@@ -57,7 +56,7 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
     tables = result_tables(data) | beside
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.csv"):
-        if old.stem not in tables and old.stem not in OF_POLICIES:
+        if old.stem not in tables and old.stem not in OF_SCRIPTS:
             old.unlink()
     contents = {f"{name}.csv": csv_text(table, DIGITS.get(name, "%.6g")) for name, table in tables.items()}
     contents["env.json"] = json.dumps(environment_of(data), indent=1, default=str, ensure_ascii=False) + "\n"
@@ -69,8 +68,8 @@ def _left_to_run(data: StudyData) -> list[str]:
 
 
 DIGITS = {"runs": "%.10g"}  # tests compare sums of rewards: ties must stay ties
-OF_POLICIES = ("both_engines", "engine_rewards", "rounding_costs")
-"""Tables that another script makes, of last policies (analysis/both_engines.py)."""
+OF_SCRIPTS = ("both_engines", "engine_rewards", "rounding_costs", "windows")
+"""Tables that other scripts make: analysis/both_engines.py, of last policies, and analysis/windows.py."""
 
 Column = Callable[[dict[str, Any]], str]
 
@@ -243,6 +242,7 @@ def _beside(table: pd.DataFrame, keys: list[str], by: str, cells: dict[str, Colu
 
 
 _difference = _interval("+.3f", "difference", "low", "high")
+_window = _interval(".2f", "reward")
 
 
 def _judged(row: dict[str, Any], between: str = ", ") -> str:
@@ -266,8 +266,7 @@ def _conclusions(table: pd.DataFrame) -> Iterator[str]:
     width = table["rounding"].str.len().max()
     for (arm, other), part in table.groupby(["arm", "other"], sort=False):
         yield f"{arm} − {other}: {part['survival'].iloc[0]}"
-        for row in _records(part):
-            yield f"  {row['rounding']:{width}}  n = {row['n']:<2}  {_judged(row, '  ')}"
+        yield from (f"  {row['rounding']:{width}}  n = {row['n']:<2}  {_judged(row, '  ')}" for row in _records(part))
 
 
 def _by_steps(table: pd.DataFrame) -> pd.DataFrame:
@@ -302,6 +301,9 @@ WIDE: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
     "rounding_costs": _costs_by_rounding,
     "engine_rewards": _engine_rewards,
     "roundings": _by_rounding,
+    "windows": lambda table: _beside(
+        table[table["rounding"].eq(table["rounding"].iloc[-1])], ["of", "n"], "steps", {"steps {}": _window}
+    ),
     "early_warning": _by_steps,
     "decomposition": lambda table: _beside(
         table, ["arm", "level", "n"], "update", {"routing, %, update {}": _percent("routing", 0)}

@@ -3,6 +3,7 @@
 import json
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -257,3 +258,32 @@ def test_what_rounding_costs_is_the_mean_over_seeds_of_each_seeds_roundings():
         [interval.estimate, interval.low, interval.high]
     )
     assert len(table) == 18 and not table["verdict"].any(), "pooled: no test"
+
+
+def test_windows_of_a_long_study_by_hand(monkeypatch):
+    """Means of windows, the last evaluation in each, falls below the best window so far, and seeds before roundings."""
+    windows = script("windows")
+    rewards = {("a", 1): [0, 1, 1, 1, 0, 0], ("a", 2): [0, 0, 0, 1, 1, 1], ("b", 1): [0] * 6, ("b", 2): [0] * 6}
+    steps = [(arm, seed, i, x) for (arm, seed), row in rewards.items() for i, x in enumerate(row)]
+    columns = ["arm", "seed", "step", "reward"]
+    data = SimpleNamespace(
+        folder=Path("runs/s"),
+        config={"interest": 0.4, "comparisons": [["a", "b"]]},
+        runs=[SimpleNamespace(arm=arm, seed=seed, finished=arm == "a" or seed == 1) for arm, seed in rewards],
+        rollouts=pd.DataFrame(steps, columns=columns),
+        evals=pd.DataFrame([("a", 1, 0, 0.1), ("a", 1, 4, 0.7), ("a", 1, 6, 0.2), ("a", 2, 6, 0.4)], columns=columns),
+        roundings={},
+    )
+    data.roundings = {"avx2": SimpleNamespace(**{**vars(data), "rollouts": data.rollouts.query("seed == 1")})}
+    data.roundings["avx2"].runs = [run for run in data.runs if run.seed == 1]
+    table = windows["windows_table"](data, 2).set_index(["rounding", "of", "steps"]).sort_index()
+    reward, held_out, declined = (table[name]["native", "a"].tolist() for name in ("reward", "held_out", "declined"))
+    assert reward == [0.25, 0.75, 0.5] and declined == [0, 0, 1]
+    assert held_out == pytest.approx([float("nan"), 0.7, 0.3], nan_ok=True)
+    assert table["reward"]["native", "a − b"].tolist() == [0.5, 1, 0], "of the one seed that finished in both"
+    assert (
+        table["n"]["all"].tolist() == table["n"]["native"].tolist() and table["declined"]["all", "a"].tolist()[-1] == 2
+    )
+    assert (table["reward"]["all"] == table["reward"]["native"]).all(), "a seed counts once"
+    with pytest.raises(ValueError, match="runs/s: no finished run of 7 steps"):
+        windows["windows_table"](data, 7)
