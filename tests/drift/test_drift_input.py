@@ -261,6 +261,10 @@ def test_a_folder_of_nothing_but_a_tokenizer_serves_and_padding_that_the_model_d
             "line 1: a completion after messages that end with a turn of the assistant",
         ),
         ('{"messages": []}\n', "line 1: messages must be a list"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "text", "text": "ab"}]}]}\n',
+            "line 1: the content of a message must be a text",
+        ),
         ('{"messages": [{"role": "user", "content": "ab"}]}\n', "line 1 holds chat messages.*no chat template"),
         ('{"text": "ab"}\n{"text": "ab?"}\n', "line 2 cannot be tokenised"),
         ('{"text": "a"}\n{"text": ""}\n', "no token to measure: 2 of 2 examples"),
