@@ -136,6 +136,8 @@ class Checkpoints:
     """Where a configuration differs from the first one's in what may change what the weights compute; in words."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """The model that each of those which are adapters is put on."""
+    two_templates: str = ""
+    """Which two of them write chats by different templates, in words; empty where all agree."""
 
 
 @contextmanager
@@ -169,8 +171,9 @@ def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_rem
         differ = sorted(differences(ours, theirs).items())
         other_settings += [f"{key} is {one} in {first} and {other} in {name}" for key, (one, other) in differ]
     vocabulary = vocabulary_of(a)
+    shared, two_templates = _tokenizer(sources, tokenizer, trust_remote_code)
     return Checkpoints(
-        pad_within(_tokenizer(sources, tokenizer, trust_remote_code), vocabulary),
+        pad_within(shared, vocabulary),
         vocabulary,
         a.config.model_type,
         tuple(site.name for site in routing_sites(a)),
@@ -178,6 +181,7 @@ def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_rem
         getattr(a.config, "max_position_embeddings", None),
         tuple(other_settings),
         {which: source.base for which, source in sources.items() if source.adapter is not None},
+        two_templates,
     )
 
 
@@ -312,12 +316,12 @@ def _skeleton(which: str, path: str, trust_remote_code: bool) -> Any:
     return model
 
 
-def _tokenizer(sources: Mapping[str, Source], chosen: str | None, trust_remote_code: bool) -> Any:
-    """The tokenizer of all; one that was named explicitly is taken at the user's word."""
+def _tokenizer(sources: Mapping[str, Source], chosen: str | None, trust_remote_code: bool) -> tuple[Any, str]:
+    """The tokenizer of all, and `two_templates`; one that was named explicitly is taken at the user's word."""
     if chosen is not None:
         with named("--tokenizer"):
-            return load_tokenizer(chosen, trust_remote_code)
-    first, ours = "", None
+            return load_tokenizer(chosen, trust_remote_code), ""
+    first, ours, two_templates = "", None, ""
     for which, source in sources.items():
         with named(which):
             try:
@@ -327,9 +331,11 @@ def _tokenizer(sources: Mapping[str, Source], chosen: str | None, trust_remote_c
                 raise ModelError(f"{error} Or name {whom}: --tokenizer PATH.") from error
         if ours is None:
             first, ours = which, theirs
-        else:
-            _same_tokens(ours, theirs, first, which)
-    return ours
+            continue
+        _same_tokens(ours, theirs, first, which)
+        if getattr(ours, "chat_template", None) != getattr(theirs, "chat_template", None):
+            two_templates = two_templates or f"{first} and {which}"
+    return ours, two_templates
 
 
 def _same_tokens(ours: Any, theirs: Any, first: str, which: str) -> None:

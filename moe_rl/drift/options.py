@@ -56,7 +56,8 @@ class DriftOptions:
     base: str | None = None
     """Folder or hub id of the model that LoRA adapters are of; by default the one that each names, if it is here."""
     tokenizer: str | None = None
-    """Folder or hub id of a tokenizer that serves both; by default theirs, which must agree."""
+    """Folder or hub id of a tokenizer that serves both; by default theirs, which must agree (in their chat templates
+    where --prompts holds messages)."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoints. Leave it off unless you trust their author."""
 

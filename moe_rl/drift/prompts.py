@@ -63,7 +63,7 @@ class Text:
 
     def __init__(self, path: Path, known: Checkpoints, max_tokens: int, batch_size: int) -> None:
         self.path, self.known, self.max_tokens, self.batch_size = path, known, max_tokens, batch_size
-        self.holds = check_file(path, known.tokenizer)
+        self.holds = check_file(path, known.tokenizer, known.two_templates)
         self.number, self.truncated, self.empty = sum(self.holds.kinds.values()), 0, 0
         self.of_old: bool | None = None
 
@@ -156,8 +156,9 @@ def in_batches(source: Iterator[Example], size: int) -> Iterator[list[Example]]:
         yield held
 
 
-def check_file(path: Path, tokenizer: Any) -> Holds:
-    """Read every line once, keep none: what there is. Raises DriftError naming the line that is wrong."""
+def check_file(path: Path, tokenizer: Any, two_templates: str = "") -> Holds:
+    """Read every line once, keep none: what there is. two_templates: of `Checkpoints`. Raises DriftError naming the
+    line that is wrong."""
     kinds, temperatures = Counter[str](), set[float]()
     samplers: dict[str, set[str | None]] = {"sampled_from": set(), "sampler_sha256": set()}
     for line, row in rows(path):
@@ -175,6 +176,11 @@ def check_file(path: Path, tokenizer: Any) -> Holds:
             raise DriftError(
                 f"{path} line {line} holds chat messages, and the tokenizer has no chat template to turn them "
                 "into text. Write them out as prompt and completion, or name a tokenizer that has one (--tokenizer)."
+            )
+        if is_chat(row) and two_templates:
+            raise DriftError(
+                f"{path} line {line} holds chat messages, and {two_templates} turn them into text by different chat "
+                "templates. Name the tokenizer whose template is meant: --tokenizer PATH"
             )
     if not kinds:
         raise DriftError(

@@ -146,7 +146,7 @@ class JsonLines:
         answer = data.get("answer")
         if isinstance(answer, float) and math.isfinite(answer):
             answer = format(Decimal(repr(answer)), "f")  # 0.00001, not 1e-05, which no completion says
-        if isinstance(answer, bool) or not isinstance(answer, str | int) or answer == "":
+        if isinstance(answer, bool) or not isinstance(answer, str | int) or not str(answer).strip():
             raise TaskError(f"{where}: answer: expected a text or a number, got {answer!r}")
         asked: str | Messages
         if "messages" in data:

@@ -1,5 +1,6 @@
 """moe-rl drift names what is wrong with its input, in one message, and writes nothing."""
 
+import copy
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ from moe_rl.drift import checkpoints
 from moe_rl.drift.adapters import Source
 from moe_rl.drift.checkpoints import _check_weights, _settings, check, check_device, fingerprint, in_order
 from moe_rl.drift.errors import DriftError
+from moe_rl.drift.prompts import Text
 from moe_rl.drift.run import DriftOptions, run_drift
 from moe_rl.policy.tiny import char_tokenizer
 
@@ -259,6 +261,10 @@ def test_a_folder_of_nothing_but_a_tokenizer_serves_and_padding_that_the_model_d
             "line 1: a completion after messages that end with a turn of the assistant",
         ),
         ('{"messages": []}\n', "line 1: messages must be a list"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "text", "text": "ab"}]}]}\n',
+            "line 1: the content of a message must be a text",
+        ),
         ('{"messages": [{"role": "user", "content": "ab"}]}\n', "line 1 holds chat messages.*no chat template"),
         ('{"text": "ab"}\n{"text": "ab?"}\n', "line 2 cannot be tokenised"),
         ('{"text": "a"}\n{"text": ""}\n', "no token to measure: 2 of 2 examples"),
@@ -271,6 +277,25 @@ def test_a_prompt_file_that_cannot_be_read_names_the_line(content, message, save
     error = refused(capsys, "drift", *saved("qwen3_moe"), "--prompts", path, "--output", tmp_path / "out")
     assert re.search(message, error), error
     assert sorted(file.name for file in tmp_path.iterdir()) == ["bad.jsonl"]
+
+
+def test_chats_are_refused_where_the_checkpoints_write_them_differently(tmp_path, tokenizer):
+    chat, text = tmp_path / "chat.jsonl", tmp_path / "text.jsonl"
+    chat.write_text('{"messages": [{"role": "user", "content": "ab"}]}\n')
+    text.write_text('{"text": "ab"}\n')
+    folders = []
+    for name, end in (("old", "="), ("new", "+"), ("like_old", "=")):
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = "{% for m in messages %}{{ m.content }}" + end + "{% endfor %}"
+        folders.append(Source(str(save(build("qwen3_moe", tokenizer), own, tmp_path / name))))
+    old, new, like_old = folders
+    Text(chat, check({"OLD": old, "NEW": like_old}), 16, 2)
+    differ = check({"OLD": old, "NEW": like_old, "NEWER": new})
+    Text(text, differ, 16, 2)
+    with pytest.raises(DriftError, match=r"chat.jsonl line 1 .*OLD and NEWER turn them into text.*--tokenizer PATH"):
+        Text(chat, differ, 16, 2)
+    (example,) = Text(chat, check({"OLD": old, "NEW": new}, tokenizer=new.base), 16, 2).examples()
+    assert tokenizer.decode(example.ids) == "ab+"
 
 
 @pytest.mark.parametrize(

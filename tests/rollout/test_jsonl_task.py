@@ -149,6 +149,7 @@ def test_a_held_out_file_replaces_the_split(tmp_path, sums):
         ({"prompt": "a", "messages": [], "answer": "b"}, "line 3: expected either prompt or messages"),
         ({"prompt": "a"}, "line 3: answer: expected a text or a number, got None"),
         ({"prompt": "a", "answer": True}, "line 3: answer: expected a text or a number, got True"),
+        ({"prompt": "a", "answer": " "}, "line 3: answer: expected a text or a number, got ' '"),  # "" would be right
         ('{"prompt": "a", "answer": NaN}', "line 3: answer: expected a text or a number, got nan"),
         ({"prompt": "", "answer": "b"}, "line 3: prompt: expected a text, got ''"),
         (r'{"prompt": "a\ud83d", "answer": "b"}', "line 3: holds half of a character"),
