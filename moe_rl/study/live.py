@@ -12,7 +12,7 @@ from typing import Any
 from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.files import still_written
 from moe_rl.names import ROUNDING, run_place
-from moe_rl.settings import laid_over
+from moe_rl.settings import at, laid_over
 from moe_rl.study.arms import arm_settings, full_label
 from moe_rl.study.cursor import LiveError, stamp
 from moe_rl.study.data import (
@@ -140,7 +140,7 @@ class LiveStudy:
             problem = "" if alive else _error_in(log, metrics, run.folder / "env.json")
             stopped = state in ("running", "starting") and alive is False
             state = "failed" if problem else "stopped" if stopped else state
-        steps = section(run.config, "optim").get("steps")
+        steps = at(run.config, "optim", "steps")
         return {
             "run": run.name,
             "arm": run.arm,
