@@ -20,6 +20,18 @@ def differences(a: Any, b: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     return {} if a == b or repr(a) == repr(b) else {prefix: (a, b)}  # NaN is not equal to itself
 
 
+def at(settings: Any, *names: str) -> Any:
+    """What nested mappings hold under these names, one inside the other; None where something else is on the way, as in
+    a file of another trainer may be.
+
+    >>> at({"optim": {"steps": 31}}, "optim", "steps"), at({"optim": "adam"}, "optim", "steps")
+    (31, None)
+    """
+    for name in names:
+        settings = settings.get(name) if isinstance(settings, Mapping) else None
+    return settings
+
+
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as dotted names.
 

@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from moe_rl.run_folder import RunFolderError, RunWriter
     from moe_rl.study import figures, reading, report, statistics, summary
     from moe_rl.study.data import Run, StudyData, StudyDataError, join, load
-    from moe_rl.study.report import draw_study, write_report
+    from moe_rl.study.report import draw_study
 
-_MODULES = ("figures", "reading", "report", "statistics", "summary")
 _NAMES = {
     **dict.fromkeys(("Run", "StudyData", "StudyDataError", "join", "load"), "moe_rl.study.data"),
-    **dict.fromkeys(("draw_study", "write_report"), "moe_rl.study.report"),
+    "draw_study": "moe_rl.study.report",
     **dict.fromkeys(("RunFolderError", "RunWriter"), "moe_rl.run_folder"),
 }
 
@@ -38,15 +37,14 @@ __all__ = [
     "report",
     "statistics",
     "summary",
-    "write_report",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"moe_rl.study.{name}")
     if name in _NAMES:
         return getattr(import_module(_NAMES[name]), name)
+    if name in __all__:
+        return import_module(f"moe_rl.study.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

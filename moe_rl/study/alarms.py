@@ -182,16 +182,12 @@ def _column(where: str, name: Any) -> tuple[str, str, str]:
     return kind, column, ""
 
 
-def _finite(where: str, value: Any, what: str) -> float:
+def _threshold(where: str, value: Any, what: str, spike: bool) -> float:
+    found = None
     with suppress(ValueError, OverflowError):
         found = _number(float(value) if isinstance(value, str) else value)  # YAML 1.1 reads 1e-3 as a text
-        if found is not None:
-            return found
-    raise AlarmError(f"{where}: expected {what}; got {value!r}")
-
-
-def _threshold(where: str, value: Any, what: str, spike: bool) -> float:
-    found = _finite(where, value, what)
+    if found is None:
+        raise AlarmError(f"{where}: expected {what}; got {value!r}")
     if spike and found <= 0:
         raise AlarmError(f"{where}: standard deviations above the moving mean, so above 0; got {found:g}")
     return found

@@ -1,10 +1,13 @@
-"""Rows of a `metrics.jsonl` that is being written, from a cursor on. A run that was resumed has rewritten its file: the
-cursor no longer fits, and the answer says `reset`."""
+"""Files that are being written: rows of a `metrics.jsonl` from a cursor on, and stamps that change with a file.
+
+A run that was resumed has rewritten its file: the cursor no longer fits, and the answer says `reset`.
+"""
 
 import os
 import re
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +80,14 @@ def _before(file: Any, offset: int) -> int:
     file.seek(start)
     data = file.read(offset - start)
     return zlib.crc32(data) if len(data) == offset - start else -1
+
+
+def stamp(*paths: Path) -> tuple[int, ...]:
+    """Times and sizes of the files and folders that are there: as an argument of a function that keeps what it made of
+    them, so that it makes it again when one has changed."""
+    found: list[int] = []
+    for path in paths:
+        with suppress(OSError):
+            stat = path.stat()
+            found += [stat.st_mtime_ns, stat.st_size]
+    return tuple(found)

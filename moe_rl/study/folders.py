@@ -14,7 +14,7 @@ from moe_rl.checks import parse_json
 from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.names import run_place, seed_of
 from moe_rl.run_rows import ROWS, row_problem
-from moe_rl.settings import FREE, flatten
+from moe_rl.settings import FREE, at, flatten
 from moe_rl.tables import DamagedTableError, read_table
 from moe_rl.yaml_files import YamlError, parse_yaml
 
@@ -68,7 +68,7 @@ class Run:
     @property
     def noise(self) -> float:
         """Scale of the selection noise in router-logit units: a stress test, 0 in a natural run."""
-        noise = section(self.config, "method").get("noise")  # elsewhere another trainer's word
+        noise = at(self.config, "method", "noise")  # elsewhere another trainer's word
         return float(noise) if isinstance(noise, int | float) and not isinstance(noise, bool) else 0.0
 
     @property
@@ -115,9 +115,7 @@ def mixed_settings(runs: Sequence[Run]) -> list[str]:
 
 def section(config: dict[str, Any], *names: str) -> dict[str, Any]:
     """A mapping in a configuration, by the names that lead to it; empty where another trainer has none there."""
-    found: Any = config
-    for name in names:
-        found = found.get(name) if isinstance(found, dict) else None
+    found = at(config, *names)
     return found if isinstance(found, dict) else {}
 
 
@@ -196,7 +194,7 @@ def kind_table(kind: str, rows: list[dict[str, Any]], runs: list[Run]) -> pd.Dat
 
 def _sampled_ahead(run: Run, rows: pd.DataFrame, keys: list[str]) -> bool:
     """Whether rows that repeat a key are of the batches that a run under `rollout.lag` samples in its first step."""
-    lag = section(run.config, "rollout").get("lag")
+    lag = at(run.config, "rollout", "lag")
     if not isinstance(lag, int):
         return False
     again = rows[rows.duplicated(keys)]

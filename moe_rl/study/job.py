@@ -5,33 +5,24 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from moe_rl.processes import command_line
 
 
-@dataclass(frozen=True)
-class Node:
-    """Where a job runs: this node of `count`, the first of them by name, and a number that its jobs alone have."""
-
-    index: int = 0
-    count: int = 1
-    first: str = "localhost"
-    job: str = "0"
-
-
-def job_command(arguments: Sequence[str], processes: int | None, node: Node) -> list[str]:
-    """`moe-rl ARGUMENTS` as one process, or this node's share of `processes` under torchrun."""
+def job_command(arguments: Sequence[str], processes: int | None, here: Any) -> list[str]:
+    """`moe-rl ARGUMENTS` as one process, or this node's share of `processes` under torchrun. `here`: submitit's
+    JobEnvironment."""
     if processes is None:  # submitit keeps the job from ending at SIGTERM: the run must not outlive it
         return command_line(arguments)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes // node.count}"]
-    if node.count == 1:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes // here.num_nodes}"]
+    if here.num_nodes == 1:
         torchrun += ["--standalone"]
     else:
-        digits = int("".join(filter(str.isdigit, node.job)) or 0)
+        digits = int("".join(filter(str.isdigit, here.job_id)) or 0)
         port = 20000 + digits % 10000  # jobs that share a node need ports of their own
-        torchrun += [f"--nnodes={node.count}", f"--node_rank={node.index}", "--rdzv_backend=c10d"]
-        torchrun += [f"--rdzv_endpoint={node.first}:{port}", f"--rdzv_id={node.job}"]
+        torchrun += [f"--nnodes={here.num_nodes}", f"--node_rank={here.node}", "--rdzv_backend=c10d"]
+        torchrun += [f"--rdzv_endpoint={here.hostnames[0]}:{port}", f"--rdzv_id={here.job_id}"]
     return [*torchrun, "-m", "moe_rl", *arguments]
 
 
@@ -51,10 +42,9 @@ def run_job(arguments: Sequence[str], log: str, processes: int | None, settings:
     from moe_rl.study.config import ConfigError
 
     here = submitit.JobEnvironment()
-    node = Node(here.node, here.num_nodes, here.hostnames[0], here.job_id)
     environment = {**os.environ, **settings, "PYTHONUNBUFFERED": "1"}
-    with open(log if node.index == 0 else f"{log}.node{node.index}", "ab") as file:
-        command = job_command(arguments, processes, node)
+    with open(log if here.node == 0 else f"{log}.node{here.node}", "ab") as file:
+        command = job_command(arguments, processes, here)
         try:
             if "ATEN_CPU_CAPABILITY" in settings:  # of this node, as a study asks its own machine
                 import torch

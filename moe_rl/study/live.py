@@ -12,9 +12,9 @@ from typing import Any
 from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.files import still_written
 from moe_rl.names import ROUNDING, run_place
-from moe_rl.settings import laid_over
+from moe_rl.settings import at, laid_over
 from moe_rl.study.arms import arm_settings, full_label
-from moe_rl.study.cursor import LiveError
+from moe_rl.study.cursor import LiveError, stamp
 from moe_rl.study.data import (
     Run,
     StudyData,
@@ -30,7 +30,6 @@ from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.folders import folder_order, read_yaml, run_folders, section
 from moe_rl.study.progress import error_in
-from moe_rl.yaml_files import parse_yaml
 
 MOST = 16_384
 """Runs whose configurations are kept as they were read; with more, all would be read at every poll."""
@@ -134,14 +133,14 @@ class LiveStudy:
             state = "starting" if (run.folder / "config.yaml").exists() else "waiting"
         if (run.folder / NAME).exists():
             parts = (run.folder / name for name in (NAME, metrics.name, "tokens", "routes"))
-            problem = _lost(run.folder, tuple(part.stat().st_mtime_ns if part.exists() else 0 for part in parts))
+            problem = _lost(run.folder, stamp(*parts))
             state = "failed" if problem else "done"
         else:
             log, alive = self._study / "logs" / f"{run.arm}_seed{run.seed}.log", still_written(run.folder)
             problem = "" if alive else _error_in(log, metrics, run.folder / "env.json")
             stopped = state in ("running", "starting") and alive is False
             state = "failed" if problem else "stopped" if stopped else state
-        steps = section(run.config, "optim").get("steps")
+        steps = at(run.config, "optim", "steps")
         return {
             "run": run.name,
             "arm": run.arm,
@@ -222,7 +221,7 @@ def _words(value: Any) -> str | None:
 
 
 @lru_cache(MOST)
-def _lost(folder: Path, _changed: tuple[int, ...]) -> str:
+def _lost(folder: Path, _stamp: tuple[int, ...]) -> str:
     """What a finished run has lost; looked at again when its files or their folders changed."""
     lost = what_is_lost(folder)
     return f"{lost}. {remedy(folder)}" if lost else ""
@@ -244,17 +243,12 @@ def _error_in(log: Path, *written: Path) -> str:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     """A mapping, or an empty one where there is none (yet); parsed again only when the file changed."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return {}
-    return _parsed(path, stat.st_mtime_ns, stat.st_size)
+    return _parsed(path, stamp(path))
 
 
 @lru_cache(MOST)
-def _parsed(path: Path, _changed: int, _size: int) -> dict[str, Any]:
+def _parsed(path: Path, _stamp: tuple[int, ...]) -> dict[str, Any]:
     try:
-        content = parse_yaml(path.read_bytes())
-    except (OSError, ValueError):
+        return read_yaml(path)
+    except StudyDataError:
         return {}
-    return content if isinstance(content, dict) else {}

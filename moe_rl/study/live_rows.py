@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.study.cursor import read_since
+from moe_rl.study.cursor import read_since, stamp
 from moe_rl.study.floors import FLOORS
 from moe_rl.study.token_view import TokenStep, labelled, slots_left, stored_steps, tokens_file
 
@@ -78,8 +78,7 @@ def expert_counts(folder: Path) -> dict[str, Any]:
     """Tokens by site and expert over all stored steps: `old` and `new` [L][E], counted over the response
     tokens' own positions; `moved` [L][E]: slots that left the expert (its old tokens that the new policy sends
     elsewhere). `steps` are those that were counted; sites are empty where no step's routes were kept."""
-    steps = stored_steps(folder)
-    found = {step: _step_counts(folder, step, tokens_file(folder, step).stat().st_mtime_ns) for step in steps}
+    found = {step: _step_counts(folder, step, stamp(tokens_file(folder, step))) for step in stored_steps(folder)}
     counted = {step: counts for step, counts in found.items() if counts}
     sites = next((sites for sites, _ in counted.values()), ())
     sums = np.sum([counts for _, counts in counted.values()], axis=0).tolist() if counted else [[]] * 3
@@ -87,7 +86,7 @@ def expert_counts(folder: Path) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=512)
-def _step_counts(folder: Path, step: int, _changed: int) -> tuple[list[str], np.ndarray] | None:
+def _step_counts(folder: Path, step: int, _stamp: tuple[int, ...]) -> tuple[list[str], np.ndarray] | None:
     """The sites of one stored step, and [3, L, E] (old, new, left); None where its routes were not kept."""
     stored = TokenStep(folder, step)
     if not stored.routed:

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from moe_rl.settings import at
 from moe_rl.study.arms import per_study
 from moe_rl.study.curves import GAIN, TIE, area_under_curve, detect_collapse, final_value
 from moe_rl.study.data import StudyData
-from moe_rl.study.folders import section
 from moe_rl.study.statistics import interquartile_mean, seed_interval
 
 _RUN = ["arm", "seed"]
@@ -44,7 +44,7 @@ def run_outcomes(data: StudyData) -> pd.DataFrame:
         first = rewards[0] if own and steps.size and steps[0] == 0 else np.nan
         by_steps = own and not declared_held_out
         sampled = final_value(rewards) if own else np.nan
-        data_set = by_steps and section(run.config, "task").get("name") == "jsonl"
+        data_set = by_steps and at(run.config, "task", "name") == "jsonl"
         start, final = first if data_set else starts.get(key, first), sampled if by_steps else held_out
         collapse = detect_collapse(steps, rewards if own else np.full(steps.size, np.nan))
         rows.append(

@@ -19,7 +19,7 @@ from moe_rl.study.answer import answer
 from moe_rl.study.arms import arm_settings, full_label
 from moe_rl.study.comparing import interest
 from moe_rl.study.data import Run, StudyData, declared_arms, load
-from moe_rl.study.figures import StudyFigure, drawn_figures, each_figure, save_figure
+from moe_rl.study.figures import StudyFigure, drawn_figures, save_figure
 from moe_rl.study.figures.screen import inline_svg
 from moe_rl.study.outcomes import counts_shown, final_rewards, reward_names
 from moe_rl.study.reading import read, rules
@@ -44,19 +44,9 @@ LIMITS = (
 )
 
 
-def write_report(path: str | Path) -> Path:
-    """Write `report.html` into the study (or run) folder `path` and return where it is.
-
-    The page needs no network; only its token view needs its (inline) script.
-    """
-    data = load(path)
-    skipped: list[str] = []
-    figures = list(each_figure(data, skipped))
-    return write_atomic(data.folder / "report.html", render_report(data, figures, skipped))
-
-
 def draw_study(path: str | Path) -> Path:
-    """All figures of a study into `path`/figures and its report, each figure drawn once; returns the report."""
+    """All figures of a study into `path`/figures, each drawn once, and `report.html` into the study (or run) folder
+    `path`; returns where that is. The page needs no network; only its token view needs its (inline) script."""
     data = load(path)
     figures, skipped = drawn_figures(path, data)
     for figure in figures:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.names import nearest
+from moe_rl.settings import at
 from moe_rl.yaml_files import YamlError, parse_yaml
 
 
@@ -169,7 +170,7 @@ def _words(data: Mapping[str, Any], name: str, path: Path) -> tuple[str, ...]:
 
 
 def _label(arm: Any) -> str:
-    label, noise = str(_at(arm, "label") or ""), _at(arm, "method", "noise")
+    label, noise = str(at(arm, "label") or ""), at(arm, "method", "noise")
     return f"{label}, selection noise {noise}" if noise and "noise" not in label else label
 
 
@@ -177,22 +178,16 @@ def _foreign(part: Any) -> list[str]:
     """Of `base` or of one arm."""
     found = []
     for where in (("task", "name"), ("rollout", "engine", "kind")):
-        value = _at(part, *where)
+        value = at(part, *where)
         if ":" in str(value):
             place = str(value).rpartition(":")[0]
             file = f" ({Path(place).absolute()})" if place.endswith(".py") else ""
             found.append(f"{'.'.join(where)}: {value}{file}")
-    if python := _at(part, "rollout", "engine", "python"):
+    if python := at(part, "rollout", "engine", "python"):
         found.append(f"rollout.engine.python: {python}")
-    if url := _at(part, "rollout", "engine", "url"):
+    if url := at(part, "rollout", "engine", "url"):
         found.append(f"rollout.engine.url: {url} (gets weights, prompts and MOE_RL_VLLM_TOKEN)")
-    if _at(part, "model", "trust_remote_code"):
-        model = _at(part, "model", "path") or "the model"
+    if at(part, "model", "trust_remote_code"):
+        model = at(part, "model", "path") or "the model"
         found.append(f"model.trust_remote_code: the Python files that come with {model}")
     return found
-
-
-def _at(part: Any, *keys: str) -> Any:
-    for key in keys:
-        part = part.get(key) if isinstance(part, Mapping) else None
-    return part

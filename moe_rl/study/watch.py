@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from moe_rl.names import nearest
 from moe_rl.study.alarms import ALARMS, Alarm, AlarmError, LiveAlarms, alarms_of
-from moe_rl.study.cursor import LiveError
+from moe_rl.study.cursor import LiveError, stamp
 from moe_rl.study.figures.screen import scales
 from moe_rl.study.live import LiveStudies, LiveStudy
 from moe_rl.study.live_rows import expert_counts, new_rows, new_sites
@@ -191,7 +191,7 @@ class Api:
         if step not in stored_steps(folder):
             raise LiveError(f"run {query['run']!r} stored no tokens of step {step}; stored are {stored_steps(folder)}")
         import_torch()
-        return _token_step(folder, step, tokens_file(folder, step).stat().st_mtime_ns)
+        return _token_step(folder, step, stamp(tokens_file(folder, step)))
 
     def _folder(self, query: dict[str, str]) -> Path:
         if "run" not in query:
@@ -295,7 +295,7 @@ def _whole(query: dict[str, str], name: str) -> int:
 
 
 @lru_cache(maxsize=8)
-def _token_step(folder: Path, step: int, _changed: int) -> TokenStep:
+def _token_step(folder: Path, step: int, _stamp: tuple[int, ...]) -> TokenStep:
     return TokenStep(folder, step)
 
 

@@ -1,7 +1,6 @@
 """Numbers in sentences, and labels that figures can draw."""
 
 import re
-import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -36,11 +35,6 @@ def not_mathematics(label: str) -> str | None:
     except ValueError as error:
         return str(error).strip().splitlines()[-1]
     return None
-
-
-def wrapped(label: str, letters: int) -> str:
-    """The label in lines of at most so many letters; one with mathematics, which ends with its line, as it is."""
-    return label if "$" in label else "\n".join(textwrap.wrap(label, letters))
 
 
 def cut(label: str, letters: int) -> str:

@@ -11,10 +11,9 @@ import yaml
 from moe_rl.measure.catalogue import CATALOGUE
 from moe_rl.run_rows import OTHER_NAMES
 from moe_rl.runlog import RunFolderError
-from moe_rl.study import RunWriter, load
+from moe_rl.study import RunWriter, draw_study, load
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures import FIGURES
-from moe_rl.study.report import write_report
 
 CHANGED = {"slots_changed": 0, "slots": 5, "sites_changed": 0, "sites": 3, "tokens_changed": 0, "tokens": 2}
 SITES = {"site_names": ["a", "b"], "site_slots_changed": [0, 1], "site_slots": [2, 3]}
@@ -40,7 +39,7 @@ ONE_SITE = {"site_names": ["a"], "site_slots_changed": [0], "site_slots": [2]}
 )
 def test_the_report_says_what_is_missing_of_legal_rows_that_make_no_figure(tmp_path, probes, reason):
     write_probes(tmp_path, probes)
-    assert reason in html.unescape(write_report(tmp_path).read_text())
+    assert reason in html.unescape(draw_study(tmp_path).read_text())
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_rows_with_some_of_the_columns_make_a_report(tmp_path, kind, values):
         run.rollout(0, reward=0.3)
         run.probe(0, 1, **CHANGED)
         run.row(kind, 0, **({"update": 1} if kind == "update" else {}), **values)
-    assert ('id="figure-engine_mismatch"' in write_report(tmp_path).read_text()) == (kind == "engine")
+    assert ('id="figure-engine_mismatch"' in draw_study(tmp_path).read_text()) == (kind == "engine")
 
 
 def write_probes(folder, probes):
@@ -95,13 +94,13 @@ def written(folder, arm, rewards=(0.1, 0.2)):
 def test_runs_without_any_configuration_have_a_report(tmp_path):
     for arm in ("own", "other"):
         written(tmp_path, arm)
-    assert "own" in write_report(tmp_path).read_text()
+    assert "own" in draw_study(tmp_path).read_text()
 
 
 def test_declared_comparisons_without_runs_are_told(tmp_path):
     written(tmp_path, "base")
     (tmp_path / "study.yaml").write_text("comparisons: [[nw, base]]\n")
-    page = html.unescape(write_report(tmp_path).read_text())
+    page = html.unescape(draw_study(tmp_path).read_text())
     assert "The study file declares comparisons of nw, of which there is no run." in page
 
 

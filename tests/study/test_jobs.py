@@ -18,7 +18,7 @@ import yaml
 from moe_rl.cli import main
 from moe_rl.study.config import ConfigError, parse_study
 from moe_rl.study.grid import _runs, _schedule
-from moe_rl.study.job import Node, job_command, run_job
+from moe_rl.study.job import job_command, run_job
 from moe_rl.study.jobs import Jobs, job_options
 from moe_rl.study.launchers import NotTakenError
 from moe_rl.study.runs import last_line
@@ -112,11 +112,13 @@ def test_options_are_those_of_submitit_and_sbatch():
 
 
 def test_a_run_over_several_processes_is_started_by_torchrun_on_each_node():
-    alone = job_command(["run", "x"], None, Node())
+    alone_here = SimpleNamespace(node=0, num_nodes=1, hostnames=["n"], job_id="1")
+    alone = job_command(["run", "x"], None, alone_here)
     assert alone[:2] == [sys.executable, "-c"] and alone[-2:] == ["run", "x"]
-    one = job_command(["run", "x"], 8, Node())
+    one = job_command(["run", "x"], 8, alone_here)
     assert one[1:] == ["-m", "torch.distributed.run", "--nproc_per_node=8", "--standalone", "-m", "moe_rl", "run", "x"]
-    second = job_command(["run", "x"], 16, Node(1, 2, "node7", "41"))
+    here = SimpleNamespace(node=1, num_nodes=2, hostnames=["node7", "node8"], job_id="41")
+    second = job_command(["run", "x"], 16, here)
     assert second[3:8] == [
         "--nproc_per_node=8",
         "--nnodes=2",

@@ -8,7 +8,7 @@ import pytest
 from synthetic import write_study
 
 from moe_rl.files import sole_writer
-from moe_rl.study import RunWriter, cursor, live, load
+from moe_rl.study import RunWriter, cursor, folders, load
 from moe_rl.study.cursor import LiveError, read_since
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures.screen import on_dark
@@ -273,7 +273,7 @@ def test_configurations_of_many_runs_are_parsed_once(folder, monkeypatch):
         (run := folder / "grpo" / f"seed{seed}").mkdir()
         (run / "config.yaml").write_text("optim: {steps: 4}")
     parsed = []
-    monkeypatch.setattr(live, "parse_yaml", lambda content: (parsed.append(1), parse_yaml(content))[1])
+    monkeypatch.setattr(folders, "parse_yaml", lambda content: (parsed.append(1), parse_yaml(content))[1])
     counts = [(LiveStudy(folder).overview(), len(parsed))[1] for _ in range(2)]
     assert counts[0] == counts[1] > 300
     (folder / "grpo" / "seed2" / "config.yaml").write_text("optim: {steps: 40}")

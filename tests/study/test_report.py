@@ -13,7 +13,7 @@ from browser import Browser, find_browser
 from markupsafe import escape
 from synthetic import write_study
 
-from moe_rl.study import draw_study, load, write_report
+from moe_rl.study import draw_study, load
 from moe_rl.study.answer import answer
 from moe_rl.study.comparing import interest
 from moe_rl.study.figures import FIGURES, reward
@@ -105,7 +105,7 @@ def test_figures_and_page_are_written_and_the_same_each_time(folder, monkeypatch
     page = (folder / "report.html").read_text()
     files = {f"{name}.{kind}" for name in few for kind in ("pdf", "svg", "png", "csv", "md")}
     assert {path.name for path in (folder / "figures").iterdir()} == files
-    assert write_report(folder) == folder / "report.html"
+    assert draw_study(folder) == folder / "report.html"
     assert (folder / "report.html").read_text() == page
 
 

@@ -97,8 +97,7 @@ class Registered:
         noise = NOISE if (data.arms["noise"] > 0).any() else ""
         notes = [*self.notes, *drawn.notes, noise, seeds_note(data, runs, bool(drawn.interval), counts)]
         shared = tuple(dict.fromkeys(note for note in notes if note))
-        caption = " ".join((own, *shared))
-        return StudyFigure(self.name, self.title, caption, drawn.figure, drawn.frame, own, shared, drawn.tables)
+        return StudyFigure(self.name, self.title, own, drawn.figure, drawn.frame, shared, drawn.tables)
 
     def runs(self, data: StudyData) -> Runs:
         """The runs that recorded all that the figure needs; NothingToDraw where nothing of it was recorded."""

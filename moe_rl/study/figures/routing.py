@@ -1,20 +1,10 @@
-"""What figures of routing change share: the three definitions of a rate, site names, the binomial."""
+"""What figures of routing change share: site names, lists of counts, the binomial."""
 
 import numpy as np
 import pandas as pd
 from matplotlib.axis import Axis
 
 from moe_rl.study.figures.style import NothingToDraw
-
-GSPO_CHANGE = 0.10
-"""GSPO (2507.18071) §5.3: "roughly 10% of the experts activated" per update; the denominator is not defined."""
-
-DEFINITIONS = {
-    "slot": ("slots_changed", "slots", "slots changed\n/ K·L·tokens, %"),
-    "site": ("sites_changed", "sites", "sites changed\n/ L·tokens, %"),
-    "token": ("tokens_changed", "tokens", "tokens with any\nsite changed, %"),
-}
-"""Name -> numerator, denominator, words: slot, expert slots replaced; site, (token, router) pairs whose set differs."""
 
 
 def binomial_of(counts: np.ndarray) -> np.ndarray:

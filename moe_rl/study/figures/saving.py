@@ -28,18 +28,21 @@ DIGITS = "%.8g"  # of a figure's tables
 class StudyFigure:
     """A drawn figure with what was drawn (`frame`) and what it says (`title`, `caption`).
 
-    `own` is the caption without the sentences in `notes`, which figures share: a page of many figures prints those
-    once. `tables` are further tables of the same figure, by name.
+    The caption is the figure's `own` sentences and then those of `notes`, which figures share: a page of many figures
+    prints the notes once. `tables` are further tables of the same figure, by name.
     """
 
     name: str
     title: str
-    caption: str
+    own: str
     figure: Figure
     frame: pd.DataFrame
-    own: str = ""
     notes: tuple[str, ...] = ()
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+
+    @property
+    def caption(self) -> str:
+        return " ".join((self.own, *self.notes))
 
     def render(self, kind: str) -> bytes:
         """The picture as `pdf`, `svg` or `png`; the same data give the same bytes. Drawn once for each kind."""

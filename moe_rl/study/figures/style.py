@@ -4,6 +4,7 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from moe_rl.study.data import StudyData
-from moe_rl.study.words import wrapped
 
 WIDTH = 7.0  # inches: the text width of a two-column paper
 PAGE = 5.0  # inches: a study's figures, so that they can be read on a phone and stand in a column
@@ -144,7 +144,9 @@ def legend_above(figure: Figure, axes: np.ndarray | Sequence[Axes], extra: Seque
         entries.setdefault(str(handle.get_label()), handle)
     if entries:
         wide = float(figure.get_figwidth())
-        labels = [wrapped(label, int((wide - 0.5) / LETTER)) for label in entries]
+        letters = int((wide - 0.5) / LETTER)
+        # in lines of so many letters, but for one with mathematics, which ends with its line
+        labels = [label if "$" in label else fill(label, letters) for label in entries]
         figure.set_figheight(figure.get_figheight() + 0.15 * sum(label.count("\n") for label in labels))
         figure.legend(
             list(entries.values()),

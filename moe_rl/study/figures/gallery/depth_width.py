@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from moe_rl.settings import at
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, log_y, panels, plain
@@ -164,4 +165,4 @@ def _words(fit: Mapping[str, Any]) -> str:
 
 def _tiny(config: dict[str, Any]) -> dict[str, Any]:
     """The tiny policy's sizes; empty for a model that was loaded."""
-    return {} if section(config, "model").get("path") else section(config, "model", "tiny")
+    return {} if at(config, "model", "path") else section(config, "model", "tiny")

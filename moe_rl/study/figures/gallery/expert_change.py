@@ -10,12 +10,20 @@ from moe_rl.study.figures.curves import curve_frame, draw_arms, pooled_tables
 from moe_rl.study.figures.floor import FLOOR_LINES, draw_across, floor_note
 from moe_rl.study.figures.layout import condition_panels, crowded
 from moe_rl.study.figures.register import PROBE, Drawing, figure, lines_note
-from moe_rl.study.figures.routing import DEFINITIONS, GSPO_CHANGE
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
 from moe_rl.study.figures.style import GREY, NothingToDraw, legend_above
 from moe_rl.study.floors import floor_runs
 from moe_rl.study.summary import last_updates, noise_floor
 
+GSPO_CHANGE = 0.10
+"""GSPO (2507.18071) §5.3: "roughly 10% of the experts activated" per update; the denominator is not defined."""
+
+DEFINITIONS = {
+    "slot": ("slots_changed", "slots", "slots changed\n/ K·L·tokens, %"),
+    "site": ("sites_changed", "sites", "sites changed\n/ L·tokens, %"),
+    "token": ("tokens_changed", "tokens", "tokens with any\nsite changed, %"),
+}
+"""Name -> numerator, denominator, words: slot, expert slots replaced; site, (token, router) pairs whose set differs."""
 COUNTS = [count for changed, total, _ in DEFINITIONS.values() for count in (changed, total)]
 
 

@@ -2,12 +2,12 @@
 
 import pandas as pd
 
+from moe_rl.settings import at
 from moe_rl.study.curves import FINAL_STEPS, final_value
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.gallery.dose_response import draw_marks, interval_table, method_label
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, look_of, panels
-from moe_rl.study.folders import section
 
 
 @figure(
@@ -57,7 +57,7 @@ def minibatch_table(data: StudyData) -> pd.DataFrame:
     rows = []
     for run in data.runs:
         of = rewards.get((run.arm, run.seed))
-        count = section(run.config, "optim").get("num_minibatches")
+        count = at(run.config, "optim", "num_minibatches")
         if not isinstance(count, int) or of is None or run.noise:
             continue
         row = {"arm": run.arm, "seed": run.seed, "method": run.method, "updates": count}

@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 
+from moe_rl.settings import at
 from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.figures.curves import draw_seeds, seed_tables, summarise
 from moe_rl.study.figures.register import Drawing, figure
@@ -126,7 +127,5 @@ def engine_format(config: dict) -> tuple[str, bool]:
     engine = section(config, "rollout", "engine")
     if engine.get("kind") != "hf" or engine.get("router_format"):
         return "", False
-    both = section(config, "model").get("dtype", "float32") != "float32" or bool(
-        section(config, "optim").get("weight_format")
-    )
+    both = section(config, "model").get("dtype", "float32") != "float32" or bool(at(config, "optim", "weight_format"))
     return str(engine.get("weight_format") or engine.get("dtype") or ""), both
