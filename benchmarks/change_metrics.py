@@ -40,7 +40,8 @@ READ, READ_WIDE = "read both (floor)", "read both of int64 ids (floor)"
 
 
 def policies(case: str, tokens: int, sites: int, k: int, experts: int) -> Iterator[RoutedExperts]:
-    """Routes of an old and a new policy; a thousand different tokens, repeated."""
+    """Routes of an old and a new policy: every row is drawn from a thousand of its site, so that nothing repeats in an
+    order that a processor could learn."""
     g = torch.Generator().manual_seed(0)
     scores = torch.randn(min(tokens, 1000), sites, experts, generator=g)
     ids = scores.topk(k + 1).indices
@@ -53,8 +54,9 @@ def policies(case: str, tokens: int, sites: int, k: int, experts: int) -> Iterat
         new[..., 0] = torch.where(hit, ids[..., k], new[..., 0])
         old, new = old.sort(-1).values, new.sort(-1, descending=case.startswith("other")).values
     names = tuple(f"site.{i}" for i in range(sites))
+    drawn = torch.randint(len(old), (tokens, sites), generator=g)
     for x in (old, new):
-        packed = x.to(packed_dtype(experts)).repeat(-(-tokens // len(x)), 1, 1)[None, :tokens].contiguous()
+        packed = x.to(packed_dtype(experts))[drawn, torch.arange(sites)][None]
         yield RoutedExperts._trusted(packed, names, [experts] * sites, has_live=False)
 
 

@@ -77,7 +77,8 @@ class Tap:
         self.lost: Any = None  # [L]: rows that were forced and not used; None where nothing is forced
         self._handles: list[Any] = []
         self._readers: list[tuple[Any, int]] = []  # the pre-hooks of experts, and which of them is ours
-        self._steered = False  # hooks are on the routers of all sites, not only where they alone show the ids
+        self._with_router: set[int] = set()  # sites whose routers have hooks
+        self._steered = False  # all of them, not only those where the router alone shows the ids
         self.resumed: dict[int, Call] = {}  # that a segment is run again of, by the thread that does
         self._checkpointed: list[nn.Module] = []  # the modules that have, or may get, a checkpoint function
         self._followed: list[tuple[nn.Module, str]] = []
@@ -107,7 +108,7 @@ class Tap:
         if steer and not self._steered:
             self._steered = True
             for index in range(len(self.sites)):
-                if self.experts(index) is not None:
+                if index not in self._with_router:  # of one that a self-check begins anew nothing is known
                     self._add_router(index)
         self.read_last()
         return new
@@ -119,6 +120,7 @@ class Tap:
                 hooks.move_to_end(own)
 
     def _add_router(self, index: int) -> None:
+        self._with_router.add(index)
         for module in self.scope(index):
             self._add(module, self.before_site, self.after_site, index)
 
@@ -146,6 +148,7 @@ class Tap:
             handle.remove()
         self._handles.clear()
         self._readers.clear()
+        self._with_router.clear()
         self._steered = False
         for module, name in self._followed:
             own = vars(module).get(name)

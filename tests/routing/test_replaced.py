@@ -93,3 +93,14 @@ def test_what_is_replaced_inside_an_open_context_is_refused_in_the_next_one() ->
         with pytest.raises(RoutingError, match="replaced inside an open context of Qwen3MoeModel"):
             routes_of(model, inputs)
         assert len(recording.steps) == 1, "none of the self-check"
+
+
+def test_a_mode_that_was_not_checked_is_checked_inside_an_open_recording() -> None:
+    """The recording has no hooks on the routers, and the check that began anew put none on."""
+    model, inputs = moe().eval(), tokens()
+    wanted = routes_of(model, inputs)
+    with record_routes(model) as outer:
+        model(inputs)
+        with record_routes(model.train()) as inner:
+            model(inputs)
+    assert inner.routes.equal(wanted) and outer.routes.equal(wanted.rows([0, 1, 0, 1]))
