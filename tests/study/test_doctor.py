@@ -298,6 +298,14 @@ def test_prompts_without_tokens_and_a_task_that_fails_are_found(tmp_path):
         assert said["ok"] is False and "cannot encode '^" in said["found"] and "it lacks '+'" in said["found"]
     char_tokenizer("0123456789^=+").save_pretrained(tmp_path / "hub")
     assert checks({"path": str(tmp_path / "hub")})["prompts"]["ok"]
+    (tmp_path / "hub" / "config.json").write_text('{"model_type": "qwen3_moe", "max_position_embeddings": 6}')
+    said = checks({"path": str(tmp_path / "hub")})["prompts"]
+    assert said["ok"] is False and "are more than the 6 positions that the model has" in said["found"]
+    endless = char_tokenizer("0123456789^=+")
+    endless.eos_token = endless.pad_token = None
+    endless.save_pretrained(tmp_path / "hub")
+    said = checks({"path": str(tmp_path / "hub")})["prompts"]
+    assert said["ok"] is False and "has neither a padding nor an end token" in said["found"]
     failed = checks({}, broken=True)
     assert failed["task"]["ok"] is False and "ZeroDivisionError" in failed["task"]["found"] and "prompts" not in failed
     assert "prompts" not in checks(STUDY["base"]["model"]), "the tokenizer of a hub id is not at hand"
