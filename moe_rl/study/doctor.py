@@ -30,7 +30,10 @@ from moe_rl.rollout.task import problems_of
 from moe_rl.starts import NOT_INSTALLED, version_of
 from moe_rl.study.config import StudyConfig
 from moe_rl.study.memory import Plan, architecture, plan
+from moe_rl.study.power import fewest_pairs
 from moe_rl.study.run import check_here, processor
+from moe_rl.study.statistics import FEWEST
+from moe_rl.study.words import count
 from moe_rl.training import RunConfig
 
 
@@ -171,7 +174,7 @@ def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan
     """What the study needs against what is there, for its most demanding arm; the plan of that arm and its name.
     `plan` is None where the model's configuration is not at hand."""
     runs = {arm: study.resolve(arm, study.seeds[0]) for arm in study.arms}
-    checks = [check_options(runs), *check_parts(runs, machine)]
+    checks = [check_options(runs), *check_parts(runs, machine), *check_comparisons(study)]
     if any(run.model.lora is not None for run in runs.values()) and importlib.util.find_spec("peft") is None:
         return [*checks, Check("peft", False, "not installed", "pip install '.[peft]' in the checkout")], None, ""
     counts = {arm: processes(run, machine) for arm, run in runs.items()}
@@ -271,6 +274,20 @@ def check_task(run: RunConfig) -> list[Check]:
     except ValueError as error:
         return [usable, Check("prompts", False, str(error))]
     return [usable, Check("prompts", True, "the tokenizer has tokens for them, the model room for the responses")]
+
+
+def check_comparisons(study: StudyConfig) -> list[Check]:
+    """Whether the declared comparisons have the pairs that a verdict needs: after the runs it is late to hear of it."""
+    seeds = {name: set(arm.seeds or study.seeds) for name, arm in study.arms.items()}
+    pairs = [len(seeds[arm] & seeds[other]) for arm, other in study.comparisons or ()]
+    family = sum(n >= FEWEST for n in pairs) or len(pairs)
+    few = [n for n in pairs if n < fewest_pairs(family)]
+    if not few:
+        return []
+    which = f"{len(few)} of {len(pairs)} declared" if len(few) < len(pairs) else f"{len(pairs)} declared"
+    each = count(max(few), "pair") if min(few) == max(few) else f"{min(few)} to {max(few)} pairs"
+    found = f"{which}, {each} of seeds: a range and no verdict"
+    return [Check("comparisons", None, found, f"a verdict over {family} needs {fewest_pairs(family)} pairs")]
 
 
 def fits(name: str, needed: int, there: int, where: str) -> Check:
