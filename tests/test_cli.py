@@ -247,6 +247,7 @@ def test_code_that_a_study_file_names_runs_only_if_it_is_trusted(study, capsys, 
     ("changes", "line"),
     [
         ({"rollout": {"engine": {"kind": "my.engine:Remote"}}}, "rollout.engine.kind: my.engine:Remote"),
+        ({"method": {"gate": "my.gates:steep"}}, "method.gate: my.gates:steep"),
         ({"rollout": {"engine": {"kind": "vllm", "python": "/my/python"}}}, "rollout.engine.python: /my/python"),
         ({"rollout": {"engine": {"kind": "vllm", "url": "http://evil:1"}}}, "engine.url: http://evil:1 (gets weights"),
         ({"model": {"path": "some/model", "trust_remote_code": True}}, "the Python files that come with some/model"),

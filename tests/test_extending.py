@@ -1,6 +1,7 @@
 """docs/extending.md, executed: its diffs apply to a copy of the package, its files are written, and what they add
 works there."""
 
+import math
 import re
 import shutil
 import subprocess
@@ -9,10 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from moe_rl.rollout import TaskConfig
+from moe_rl.objectives import GATES, Objective, policy_loss, token_weights
+from moe_rl.rollout import Problem, TaskConfig, TaskError, make_task
 from moe_rl.rollout.engines import EngineConfig
 from moe_rl.training import train
+from moe_rl.training.method import resolve_method
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -36,27 +40,6 @@ assert "| `grpo_tight` | token | clip | [0.9, 1.1] |" in methods_markdown()
 config = RunConfig(method=MethodConfig(objective="grpo_tight"))
 validate(config)
 assert resolved_objective(config)["clip_low"] == 0.1
-""",
-    "A gate": """
-import math
-import torch
-from moe_rl.objectives import Objective, policy_loss, token_weights
-from moe_rl.objectives.gates import GATES
-from moe_rl.training import MethodConfig, RunConfig, validate
-from moe_rl.training.method import resolve_method
-
-assert GATES["log_mask"].knobs == ("clip_low", "clip_high")
-objective = Objective(gate="log_mask", clip_low=0.2, clip_high=0.3)
-logps = torch.tensor([[-1.0 + 0.4, -1.0 + 0.1, -1.0 - 0.4]], requires_grad=True)
-arguments = (torch.full((1, 3), -1.0), torch.tensor([[1.0, 1.0, -1.0]]), torch.ones(1, 3))
-out = policy_loss(objective, logps, *arguments)
-out.loss.backward()
-assert out.clipped.tolist() == [[True, False, True]]
-torch.testing.assert_close(logps.grad, torch.tensor([[0.0, -math.exp(0.1) / 3, 0.0]]))
-torch.testing.assert_close(token_weights(objective, logps, *arguments).weight, -logps.grad)
-config = RunConfig(method=MethodConfig(objective="grpo", gate="log_mask"))
-validate(config)
-assert resolve_method(config, 1).objective.gate == "log_mask"
 """,
 }
 
@@ -88,6 +71,16 @@ assert sorted(path.suffix for path in drawn.glob("entropy.*")) == [".csv", ".md"
 assert (drawn / "entropy.md").read_text().startswith("**Entropy.** Mean entropy of the distributions")
 means = [row["entropy"] for row in rows(folder, "update")]
 assert abs(pd.read_csv(drawn / "entropy.csv")["mean"].iloc[0] - sum(means) / len(means)) < 1e-6
+"""
+
+MINE = """
+from moe_rl.rollout.jsonl_task import JsonLines
+
+class Mine(JsonLines):
+    name = "mine"
+
+    def reward(self, problem, completion):
+        return len(completion) / len(problem.answer)
 """
 
 
@@ -135,6 +128,32 @@ def test_a_run_trains_on_the_page_s_task(own):
     rewards = [row["reward"] for row in rows(own / "run", "rollout")]
     assert len(rewards) == 2 and all(0 <= reward < 1 for reward in rewards)
     assert [row["reward_n"] for row in rows(own / "run", "eval")] == [8, 8]
+
+
+def test_a_run_trains_through_the_page_s_gate(own):
+    method = replace(MICRO.method, objective="grpo", gate="gates.py:log_mask", clip_low=0.2, clip_high=0.3)
+    config = replace(MICRO, method=method)
+    train(config, own / "run")
+    assert rows(own / "run", "update") and resolve_method(config, 1).objective.gate == "log_mask"
+    assert GATES["log_mask"].knobs == ("clip_low", "clip_high")
+    objective = Objective(gate="log_mask", clip_low=0.2, clip_high=0.3)
+    logps = torch.tensor([[-1.0 + 0.4, -1.0 + 0.1, -1.0 - 0.4]], requires_grad=True)
+    arguments = (torch.full((1, 3), -1.0), torch.tensor([[1.0, 1.0, -1.0]]), torch.ones(1, 3))
+    out = policy_loss(objective, logps, *arguments)
+    out.loss.backward()
+    assert out.clipped.tolist() == [[True, False, True]]
+    torch.testing.assert_close(logps.grad, torch.tensor([[0.0, -math.exp(0.1) / 3, 0.0]]))
+    torch.testing.assert_close(token_weights(objective, logps, *arguments).weight, -logps.grad)
+
+
+def test_a_reward_of_ones_own_for_a_file_of_answers(own):
+    (own / "mine.py").write_text(MINE, encoding="utf-8")
+    (own / "questions.jsonl").write_text('{"prompt": "2*21=", "answer": 42}\n', encoding="utf-8")
+    options = {"path": "questions.jsonl", "max_new_tokens": 4}
+    task = make_task(TaskConfig("mine.py:Mine", options))
+    assert (task.name, task.max_new_tokens, task.reward(Problem("2*21=", "42"), "4")) == ("mine", 4, 0.5)
+    with pytest.raises(TaskError, match="a reward of your own is a subclass of JsonLines"):
+        make_task(TaskConfig("jsonl", {**options, "verifier": "mine.py:reward"}))
 
 
 def test_a_run_samples_with_the_page_s_engine(own):

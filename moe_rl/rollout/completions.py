@@ -237,6 +237,16 @@ def end_tokens(model: nn.Module, tokenizer: Any) -> Int[Tensor, " e"]:
     return torch.tensor(sorted(ends), dtype=torch.int64)
 
 
+def check_end(model: nn.Module, tokenizer: Any, path: str | None) -> None:
+    """Raises ValueError where no token ends a completion: every response would be cut at its length limit."""
+    if not len(end_tokens(model, tokenizer)):
+        raise ValueError(
+            f"model.path: neither the tokenizer of {path} nor its generation config names an end token, so that every "
+            "response would run on to rollout.max_new_tokens. Set tokenizer.eos_token to the token that ends an answer "
+            "and save the tokenizer there (save_pretrained)."
+        )
+
+
 def check_length(
     model: nn.Module,
     problems: Sequence[Problem],
@@ -245,9 +255,20 @@ def check_length(
     engine: int | None = None,
     spare: int = 0,
 ) -> None:
+    """As `check_positions`, by the model's own configuration."""
+    check_positions(getattr(hf_model(model), "config", None), problems, so_far, new, engine, spare)
+
+
+def check_positions(
+    config: Any,
+    problems: Sequence[Problem],
+    so_far: Int[Tensor, " n"],
+    new: int | Int[Tensor, " n"],
+    engine: int | None = None,
+    spare: int = 0,
+) -> None:
     """Raises ValueError for a problem whose text of so many tokens leaves no room for `new` ones, and `spare` behind
-    them, in the positions that the model's configuration says it has, if it does, or those that an engine was given."""
-    config = getattr(hf_model(model), "config", None)
+    them, in the positions that the configuration says the model has, if it does, or those that an engine was given."""
     most = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
     most = min((limit for limit in (most, engine) if limit), default=None)
     total = so_far + new

@@ -62,7 +62,10 @@ class JsonLines:
         if not self.path:
             raise TaskError("task.options.path: expected a file with a JSON object per line, got none")
         if self.verifier not in VERIFIERS:
-            raise TaskError(f"task.options.verifier: expected one of {', '.join(VERIFIERS)}, got {self.verifier!r}")
+            raise TaskError(
+                f"task.options.verifier: expected one of {', '.join(VERIFIERS)}, got {self.verifier!r}; a reward of "
+                "your own is a subclass of JsonLines (docs/extending.md)"
+            )
         require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
 
     @cached_property

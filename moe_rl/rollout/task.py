@@ -7,8 +7,10 @@ import hashlib
 import math
 import random
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -152,7 +154,7 @@ def user_code(
     except (Exception, SystemExit) as error:
         where = "" if problem is None else f"; prompt {shortened(problem.prompt)}"
         where += "" if completion is None else f", completion {shortened(completion)}"
-        said = str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"
+        said = str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}{_place(task, error)}"
         raise TaskError(f"task {task.name}, {part}: {said}{where}") from error
 
 
@@ -184,6 +186,14 @@ def checked_reward(value: Any) -> float:
 def shortened(text: str, limit: int = 200) -> str:
     """A text for a message."""
     return repr(text) if len(text) <= limit else f"{text[:limit]!r}... ({len(text)} characters)"
+
+
+def _place(task: Any, error: BaseException) -> str:
+    """For a message: the last line of an error in the file of the task's class, if that is one of the user's."""
+    module = type(task).__module__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    return f" ({file}, line {lines[-1]})" if lines and not module.startswith("moe_rl.") else ""
 
 
 class _OverdueError(BaseException):

@@ -135,7 +135,7 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
         raise ConfigError(f"lists studies and has no arms; load one of them: {data['studies']}")
     if not isinstance(arms, dict) or not arms:
         raise ConfigError("arms: expected a mapping of at least one arm name to what it changes")
-    fields = [field.name for field in dataclasses.fields(RunConfig)]
+    fields = typing.get_type_hints(RunConfig)
     parsed = {}
     for name, changes in arms.items():
         if isinstance(name, bool | None):
@@ -155,7 +155,8 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
             )
         for key in changes:
             if key not in fields:
-                raise ConfigError(f"arms.{name}.{key}: unknown field{nearest(str(key), [*ARM_FIELDS, *fields])}")
+                hint = _within(str(key), fields) or nearest(str(key), [*ARM_FIELDS, *fields])
+                raise ConfigError(f"arms.{name}.{key}: unknown field{hint}")
         parsed[str(name)] = build(Arm, {"label": str(name), **own, "changes": changes}, f"arms.{name}")
     given = data.get("seeds", (0, 1, 2))
     if not isinstance(given, list | tuple) or not given:
@@ -267,7 +268,7 @@ def build(cls: Any, data: Any, where: str) -> Any:
     for key, value in data.items():
         name = f"{where}.{key}" if where else str(key)
         if key not in hints:
-            raise ConfigError(f"{name}: unknown field{nearest(str(key), hints)}")
+            raise ConfigError(f"{name}: unknown field{_within(str(key), hints) or nearest(str(key), hints)}")
         values[key] = _convert(hints[key], value, name)
     for f in dataclasses.fields(cls):
         if f.name not in values and f.default is f.default_factory is dataclasses.MISSING:
@@ -276,6 +277,13 @@ def build(cls: Any, data: Any, where: str) -> Any:
         return cls(**values)
     except ValueError as error:  # a class that checks its own values
         raise ConfigError(f"{where}: {error}" if where else str(error)) from error
+
+
+def _within(key: str, hints: dict[str, Any]) -> str:
+    """A hint at the sections, of these fields, that have a field of this name; empty if none has."""
+    kinds = {section: (hint, *typing.get_args(hint)) for section, hint in hints.items()}
+    known = [name for name, of in kinds.items() if any(key in getattr(c, "__dataclass_fields__", ()) for c in of)]
+    return f"; did you mean {' or '.join(f'{section}: {{{key}: ...}}' for section in known)}?" if known else ""
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

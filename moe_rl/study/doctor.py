@@ -20,17 +20,20 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from moe_rl.measure.noise_floor import free_bytes
-from moe_rl.policy.models import check_path, load_tokenizer
-from moe_rl.policy.tiny import ModelError, char_tokenizer
+from moe_rl.policy.models import check_path, has_tokenizer, load_tokenizer
+from moe_rl.policy.tiny import char_tokenizer
 from moe_rl.processes import usable_cores
 from moe_rl.rollout import TaskError, make_task
-from moe_rl.rollout.completions import encode_prompts
+from moe_rl.rollout.completions import check_positions, encode_prompts
 from moe_rl.rollout.engines import EngineError
 from moe_rl.rollout.task import problems_of
 from moe_rl.starts import NOT_INSTALLED, version_of
 from moe_rl.study.config import StudyConfig
-from moe_rl.study.memory import Plan, plan
+from moe_rl.study.memory import Plan, architecture, plan
+from moe_rl.study.power import fewest_pairs
 from moe_rl.study.run import check_here, processor
+from moe_rl.study.statistics import FEWEST
+from moe_rl.study.words import count
 from moe_rl.training import RunConfig
 
 
@@ -171,7 +174,7 @@ def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan
     """What the study needs against what is there, for its most demanding arm; the plan of that arm and its name.
     `plan` is None where the model's configuration is not at hand."""
     runs = {arm: study.resolve(arm, study.seeds[0]) for arm in study.arms}
-    checks = [check_options(runs), *check_parts(runs, machine)]
+    checks = [check_options(runs), *check_parts(runs, machine), *check_comparisons(study)]
     if any(run.model.lora is not None for run in runs.values()) and importlib.util.find_spec("peft") is None:
         return [*checks, Check("peft", False, "not installed", "pip install '.[peft]' in the checkout")], None, ""
     counts = {arm: processes(run, machine) for arm, run in runs.items()}
@@ -245,8 +248,8 @@ def check_parts(runs: Mapping[str, RunConfig], machine: Machine) -> list[Check]:
 
 
 def check_task(run: RunConfig) -> list[Check]:
-    """Whether the task is usable here, and the tokenizer has tokens for its prompts; no second line where the tokenizer
-    is not at hand, or the task is not."""
+    """Whether the task is usable here, the tokenizer has tokens for its prompts, and the model positions for them and
+    the responses; no second line where the tokenizer is not at hand, or the task is not."""
     path = run.model.path
     try:
         task = make_task(run.task)
@@ -255,16 +258,36 @@ def check_task(run: RunConfig) -> list[Check]:
         return [Check("task", False, str(error))]
     usable = Check("task", True, "usable here")
     try:
-        if path is not None and not Path(check_path(path)).is_dir():
-            return [usable]  # a hub id
-        tokenizer = char_tokenizer(task.alphabet) if path is None else load_tokenizer(path, run.model.trust_remote_code)
-    except (TaskError, ModelError):
-        return [usable]
+        folder = None if path is None else Path(check_path(path))
+        alphabet = task.alphabet if folder is None else ""
+        config = architecture(run.model, alphabet)
+    except (ValueError, OSError):
+        return [usable]  # a line of its own says what is wrong with the model's configuration
+    if folder is not None and not has_tokenizer(folder):
+        return [usable]  # a hub id, or a configuration alone
     try:
-        encode_prompts(tokenizer, problems)
+        tokenizer = (
+            char_tokenizer(alphabet) if folder is None else load_tokenizer(str(folder), run.model.trust_remote_code)
+        )
+        lengths = encode_prompts(tokenizer, problems)[1].sum(1)
+        check_positions(config, problems, lengths, run.rollout.max_new_tokens or task.max_new_tokens)
     except ValueError as error:
         return [usable, Check("prompts", False, str(error))]
-    return [usable, Check("prompts", True, "the tokenizer has tokens for them")]
+    return [usable, Check("prompts", True, "the tokenizer has tokens for them, the model room for the responses")]
+
+
+def check_comparisons(study: StudyConfig) -> list[Check]:
+    """Whether the declared comparisons have the pairs that a verdict needs: after the runs it is late to hear of it."""
+    seeds = {name: set(arm.seeds or study.seeds) for name, arm in study.arms.items()}
+    pairs = [len(seeds[arm] & seeds[other]) for arm, other in study.comparisons or ()]
+    family = sum(n >= FEWEST for n in pairs) or len(pairs)
+    few = [n for n in pairs if n < fewest_pairs(family)]
+    if not few:
+        return []
+    which = f"{len(few)} of {len(pairs)} declared" if len(few) < len(pairs) else f"{len(pairs)} declared"
+    each = count(max(few), "pair") if min(few) == max(few) else f"{min(few)} to {max(few)} pairs"
+    found = f"{which}, {each} of seeds: a range and no verdict"
+    return [Check("comparisons", None, found, f"a verdict over {family} needs {fewest_pairs(family)} pairs")]
 
 
 def fits(name: str, needed: int, there: int, where: str) -> Check:

@@ -177,7 +177,7 @@ def _label(arm: Any) -> str:
 def _foreign(part: Any) -> list[str]:
     """Of `base` or of one arm."""
     found = []
-    for where in (("task", "name"), ("rollout", "engine", "kind")):
+    for where in (("task", "name"), ("rollout", "engine", "kind"), ("method", "gate")):
         value = at(part, *where)
         if ":" in str(value):
             place = str(value).rpartition(":")[0]

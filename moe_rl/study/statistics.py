@@ -361,7 +361,8 @@ def compare_paired(a: Mapping[int, float], b: Mapping[int, float], interest: flo
     """
     if not (isinstance(a, Mapping) and isinstance(b, Mapping)):
         raise TypeError(
-            "compare_paired: each arm is a mapping seed -> value, so that seeds are paired: dict(enumerate(values))"
+            "compare_paired: each arm is a mapping seed -> value, so that seeds are paired: dict(zip(seeds, values)), "
+            "or .to_dict() of a pandas Series whose index are the seeds"
         )
     seeds = tuple(sorted(s for s in a.keys() & b.keys() if np.isfinite(a[s]) and np.isfinite(b[s])))
     d = np.array([a[s] - b[s] for s in seeds])

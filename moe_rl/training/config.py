@@ -68,7 +68,8 @@ class MethodConfig:
     """Level of the importance ratio: each token's, the sequence's geometric mean, that with token gradients, or the
     product over the sequence."""
     gate: str | None = None
-    """What is made of ratio and advantage: a name in `moe_rl.objectives.GATES` (clip, mask, cap, sigmoid, ...)."""
+    """What is made of ratio and advantage: a name in `moe_rl.objectives.GATES` (clip, mask, cap, sigmoid, ...), or a
+    gate of your own: `package.module:function` or `path/to/file.py:function`."""
     clip_low: NotNegative | None = None
     """Lower clip range."""
     clip_high: NotNegative | None = None

@@ -7,9 +7,11 @@ In the unified view of DeepSeekMath (its table: `moe_rl.objectives.preferences`)
 
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from types import FunctionType
 from typing import Any
 
-from moe_rl.objectives import Objective, get_objective
+from moe_rl.names import load_object
+from moe_rl.objectives import GATES, Objective, get_objective
 from moe_rl.rollout import make_task
 from moe_rl.training.config import DPO, MethodConfig, RunConfig, Source
 
@@ -60,7 +62,19 @@ def overrides(own: MethodConfig) -> dict[str, Any]:
     {'clip_low': 0.003}
     """
     values = {field.name: getattr(own, field.name) for field in fields(Objective)}
+    if own.gate is not None and ":" in own.gate:
+        values["gate"] = _gate_of(own.gate)
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _gate_of(place: str) -> str:
+    """The name of the gate that `package.module:function` or `path/to/file.py:function` registers. Raises ValueError
+    where there is none."""
+    function = load_object(place, "method.gate", ValueError, FunctionType, "function")
+    names = [name for name, gate in GATES.items() if gate.surrogate is function]
+    if not names:
+        raise ValueError(f"method.gate: {place} is no gate; one has @gate(NAME) over it (docs/extending.md)")
+    return names[0]
 
 
 def resolve_method(config: RunConfig, budget: int) -> Method:
@@ -76,8 +90,9 @@ def resolve_method(config: RunConfig, budget: int) -> Method:
     source = own.source or _SOURCES.get(own.objective, "policy")
     if own.objective == DPO:
         return Method(Objective(gate="likelihood"), source, "pair")
+    changes = overrides(own)
     try:
-        objective = replace(get_objective(own.objective), **overrides(own))
+        objective = replace(get_objective(own.objective), **changes)
     except ValueError as error:
         raise ValueError(f"method: {error}") from error
     if objective.aggregate == "constant" and own.length_constant is None:

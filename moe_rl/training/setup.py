@@ -17,6 +17,7 @@ from moe_rl.policy.models import load_policy, seeded
 from moe_rl.policy.router_precision import keep_routers_fp32
 from moe_rl.policy.tiny import ModelError
 from moe_rl.rollout import make_task
+from moe_rl.rollout.completions import check_end
 from moe_rl.rollout.continuing import in_turns
 from moe_rl.runlog import RunLog
 from moe_rl.training.config import RunConfig
@@ -73,6 +74,7 @@ def _begin(
         weights=ranks.loads,
         report=_policy_row(listener),
     )
+    check_end(model, tokenizer, config.model.path)
     if config.distributed.router_fp32:
         check_forward(keep_routers_fp32(model))
     if config.optim.aux_loss_coef:

@@ -202,6 +202,19 @@ def test_a_file_that_fails_is_named(tmp_path, code, error):
         make_task(TaskConfig(f"{file}:Double"))
 
 
+def test_an_error_in_code_of_ones_own_is_told_with_its_line(tmp_path):
+    """The last one in one's own file, not that of the library which it calls."""
+    file = tmp_path / "own.py"
+    own = textwrap.dedent(OWN).replace("completion ==", "parsed(completion) ==")
+    file.write_text(own + "\n\ndef parsed(text):\n    import json\n    return json.loads(text)\n")
+    task, line = make_task(TaskConfig(f"{file}:Double")), len(file.read_text().splitlines())
+    said = rf"JSONDecodeError: [^\n]* \({re.escape(str(file))}, line {line}\)$"
+    with pytest.raises(TaskError, match=said), user_code(task, "reward"):
+        task.reward(PROBLEM, "")
+    with pytest.raises(TaskError, match=r"AttributeError: [^(\n]*$"), user_code(CHAIN, "demonstration"):
+        CHAIN.demonstration(None, random.Random(0))
+
+
 def test_a_text_that_the_tokenizer_has_no_tokens_for_is_a_mistake_of_the_task():
     tokenizer = char_tokenizer("01+=^$")
     assert encode_prompts(tokenizer, [Problem("^0+1=", "1")])[0].shape == (1, 5)

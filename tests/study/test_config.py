@@ -157,6 +157,9 @@ def test_yaml_writes_small_numbers_as_text_and_we_read_them_as_numbers():
         (changed(arms={"a": {"seeds": [2**64]}}), r"arms.a.seeds\[0\]: expected a whole number"),
         (changed(arms={"a": {"metod": {}}}), "arms.a.metod: unknown field; did you mean 'method'"),
         (changed(arms={"a": {"lable": "A"}}), "arms.a.lable: unknown field; did you mean 'label'"),
+        (changed(arms={"a": {"replay": "R2"}}), "arms.a.replay: unknown field; did you mean method: {replay: ...}?"),
+        (changed(base={"temperature": 1.0}), "base.temperature: unknown field; did you mean rollout: {temp"),
+        (changed(optim={"steps": 3}), "optim: unknown field; did you mean base: {optim: ...}?"),
         (
             changed(arms={"a": {"optim": {"num_minibatches": 5}}}),
             "optim.num_minibatches: .*must divide rollout.prompts",

@@ -18,6 +18,7 @@ from moe_rl.study.config import load_study, parse_study
 from moe_rl.study.doctor import (
     Machine,
     Requirement,
+    check_comparisons,
     examine,
     inspect_machine,
     installed,
@@ -298,9 +299,30 @@ def test_prompts_without_tokens_and_a_task_that_fails_are_found(tmp_path):
         assert said["ok"] is False and "cannot encode '^" in said["found"] and "it lacks '+'" in said["found"]
     char_tokenizer("0123456789^=+").save_pretrained(tmp_path / "hub")
     assert checks({"path": str(tmp_path / "hub")})["prompts"]["ok"]
+    (tmp_path / "hub" / "config.json").write_text('{"model_type": "qwen3_moe", "max_position_embeddings": 6}')
+    said = checks({"path": str(tmp_path / "hub")})["prompts"]
+    assert said["ok"] is False and "are more than the 6 positions that the model has" in said["found"]
+    endless = char_tokenizer("0123456789^=+")
+    endless.eos_token = endless.pad_token = None
+    endless.save_pretrained(tmp_path / "hub")
+    said = checks({"path": str(tmp_path / "hub")})["prompts"]
+    assert said["ok"] is False and "has neither a padding nor an end token" in said["found"]
     failed = checks({}, broken=True)
     assert failed["task"]["ok"] is False and "ZeroDivisionError" in failed["task"]["found"] and "prompts" not in failed
     assert "prompts" not in checks(STUDY["base"]["model"]), "the tokenizer of a hub id is not at hand"
+
+
+def test_comparisons_of_too_few_seeds_are_said_before_they_are_run():
+    gspo, sapo = ({"method": {"objective": name}} for name in ("gspo", "sapo"))
+    study = {"name": "s", "arms": {"grpo": {}, "gspo": gspo, "sapo": sapo | {"seeds": [0]}}}
+
+    def said(seeds, *pairs):
+        return [check.found for check in check_comparisons(parse_study(study | {"seeds": seeds, "comparisons": pairs}))]
+
+    few, enough = "2 declared, 1 to 4 pairs of seeds", "1 of 2 declared, 1 pair of seeds"
+    assert said([0, 1, 2, 3], ["gspo", "grpo"], ["sapo", "grpo"]) == [f"{few}: a range and no verdict"]
+    assert said([*range(6)], ["gspo", "grpo"], ["sapo", "grpo"]) == [f"{enough}: a range and no verdict"]
+    assert said([*range(6)], ["gspo", "grpo"]) == said([0]) == []
 
 
 def test_packages_are_held_against_their_bounds():

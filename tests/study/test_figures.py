@@ -24,6 +24,7 @@ from moe_rl.study.figures import (
     save_figure,
     tail_fraction,
 )
+from moe_rl.study.figures.curves import curves, seed_tables
 from moe_rl.study.figures.register import REGISTRY, figure
 from moe_rl.study.figures.style import LOOKS, arm_looks, conditions
 from moe_rl.study.statistics import interval_note
@@ -303,6 +304,15 @@ def test_rewards_below_zero_are_not_cut_off(data, shift):
     low, high = figure.figure.axes[0].get_ylim()
     assert low <= study.rollouts["reward"].min() < study.rollouts["reward"].max() <= high
     assert reward(data).figure.axes[0].get_ylim()[0] == 0
+
+
+@pytest.mark.parametrize("arms", [("grpo", "gspo"), ("grpo", "grpo_replay", "gspo")])
+def test_a_nearly_constant_curve_does_not_lie_on_the_upper_end_of_an_axis_from_zero(tmp_path, arms):
+    study = load(write_study(tmp_path / "s", arms, (0, 1), 4, sequences=2))
+    tables = seed_tables(study.updates.assign(flat=5.66 + 1e-3 * study.updates["step"]), "step", "flat")
+    drawn = curves(study, tables, "flat", ylim=(0, None))
+    for ax in drawn.axes:
+        assert ax.get_ylim()[0] == 0 and 5.66 * 1.04 < ax.get_ylim()[1] < 5.66 * 1.1
 
 
 def test_the_interval_of_a_caption_is_that_of_the_values_not_of_the_folders(tmp_path):

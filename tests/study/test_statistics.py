@@ -3,6 +3,7 @@
 import warnings
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -306,3 +307,5 @@ def test_pairs_needed_is_the_inverse_of_what_n_resolves():
 def test_values_without_seeds_are_not_compared():
     with pytest.raises(TypeError, match="each arm is a mapping seed -> value"):
         S.compare_paired([0.1, 0.2], [0.3, 0.4])
+    with pytest.raises(TypeError, match=r"\.to_dict\(\) of a pandas Series whose index are the seeds"):
+        S.compare_paired(pd.Series({3: 0.1}), pd.Series({3: 0.2}))

@@ -65,6 +65,13 @@ def test_a_method_can_set_every_field_of_an_objective_and_nothing_else_of_it():
     assert overrides(MethodConfig(objective="gspo", replay="R2", noise=0.5)) == {}
 
 
+def test_a_gate_of_ones_own_that_is_none_is_said(tmp_path):
+    (tmp_path / "own.py").write_text("def steep(x):\n    return x\n")
+    for name, said in (("steep", "is no gate; one has @gate"), ("step", "no function 'step'; did you mean 'steep'")):
+        with pytest.raises(ValueError, match=rf"^method.gate: .*own.py.* {said}"):
+            validate(RunConfig(method=MethodConfig(gate=f"{tmp_path}/own.py:{name}")))
+
+
 @pytest.mark.parametrize("name", OTHER)
 def test_each_field_replaces_that_of_the_preset_and_no_other(name):
     own = {name: OTHER[name], **WITH.get(name, {})}

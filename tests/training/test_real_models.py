@@ -267,3 +267,16 @@ def test_expert_weights_can_carry_adapters(checkpoints, questions, any_answer_pa
     )
     _, moved = trained(run_config(model, questions, checkpoint_every=99), tmp_path / "run")
     assert len(moved) == 4 and all("experts" in name for name in moved)
+
+
+def test_a_policy_that_can_end_no_response_is_refused(questions, tmp_path):
+    run = saved(config_of("olmoe", len(tokenizer())), questions, tmp_path)
+    endless = tokenizer()
+    endless.eos_token = None
+    endless.save_pretrained(run.model.path)
+    begin(run, tmp_path / "by_the_model_s_own")
+    for name in ("config.json", "generation_config.json"):
+        file = tmp_path / "model" / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": None}))
+    with pytest.raises(ValueError, match=r"model.path: neither the tokenizer of .*model nor its generation config"):
+        begin(run, tmp_path / "run")

@@ -21,6 +21,7 @@ from moe_rl.study.figures.layout import (
     crowded,
     drawn_arms,
     grey_background,
+    headroom,
     label_grid,
     many,
     same_axes,
@@ -236,6 +237,8 @@ def curves(
         log_y(axes[0, 0], *ylim)
     elif ylim != (None, None):
         axes[0, 0].set_ylim(*ylim)
+        if ylim[1] is None:
+            axes[0, 0].set_ylim(top=headroom(axes[0], *axes[0, 0].get_ylim()))
     return Curves(figure, [(ax, one.arms) for ax, one in zip(axes[0], each, strict=True)], frame)
 
 

@@ -135,6 +135,13 @@ def arm_grid(data: StudyData, arms: Sequence[str], above: float = 0.0) -> tuple[
     return figure, axes
 
 
+def headroom(axes: Sequence[Axes], low: float, high: float) -> float:
+    """The upper limit of a linear axis from `low`: `high`, or more, so that a twentieth of it is above what is drawn; a
+    margin by the data's own range alone would be none where they are nearly constant."""
+    top = max(ax.dataLim.y1 for ax in axes)
+    return max(high, top + 0.05 * (top - low)) if np.isfinite(top) else high
+
+
 def same_axes(axes: Sequence[Axes], ylim: Limits, log: bool) -> None:
     """One range and one set of ticks for all panels of `arm_grid`; call it when all is drawn."""
     x, y = np.array([ax.get_xlim() for ax in axes]), np.array([ax.get_ylim() for ax in axes])
@@ -143,6 +150,8 @@ def same_axes(axes: Sequence[Axes], ylim: Limits, log: bool) -> None:
         log = bool(np.isfinite(least))
         y = np.array([[least / 1.3, ax.dataLim.y1 * 1.3] for ax in axes]) if log else y
     low, high = (given if given is not None else found for given, found in zip(ylim, (y.min(), y.max()), strict=True))
+    if not log and ylim[1] is None:
+        high = headroom(axes, low, high)
     for ax in axes:
         ax.set_xlim(x.min(), x.max())
         if log:
