@@ -43,9 +43,7 @@ def windows_of(data: StudyData, steps: int, interest: float) -> pd.DataFrame:
     if not rows:
         raise ValueError(f"{data.folder}: no finished run of {steps} steps; give fewer --steps, or finish the study")
     found = pd.DataFrame(rows, columns=[*PLACE, "reward", "declined"])
-    evals = (
-        data.evals[["arm", "seed", "step", "reward"]] if len(data.evals) else pd.DataFrame(columns=[*PLACE, "reward"])
-    )
+    evals = data.evals.reindex(columns=["arm", "seed", "step", "reward"])  # of no evaluation there are no columns
     evals = evals.set_axis([*PLACE, "held_out"], axis=1).drop_duplicates(PLACE, keep="last")
     return found.merge(evals.astype({"arm": found["arm"].dtype}), on=PLACE, how="left")
 
@@ -72,7 +70,7 @@ def rows_of(found: pd.DataFrame, pairs: list[tuple[str, str]], steps: int) -> It
 def windows_table(data: StudyData, steps: int) -> pd.DataFrame:
     """The table of a study with its roundings. Raises ValueError as `windows_of`."""
     interest = float(data.config.get("interest", 0.05))
-    pairs = [(str(arm), str(other)) for arm, other in data.config.get("comparisons", [])]
+    pairs = [(str(arm), str(other)) for arm, other in data.config.get("comparisons") or ()]
     found = {name: windows_of(one, steps, interest) for name, one in {NATIVE: data, **data.roundings}.items()}
     if len(found) > 1:
         together = pd.concat(found.values()).groupby(PLACE, sort=False, as_index=False, observed=True)
