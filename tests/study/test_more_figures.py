@@ -1,6 +1,5 @@
-"""Figures that only some studies have: doses, minibatches, the decomposition; the noise floor beside change rates."""
+"""Figures that only some studies have: doses, the decomposition; the noise floor beside change rates."""
 
-import copy
 import warnings
 from dataclasses import replace
 
@@ -22,7 +21,6 @@ from moe_rl.study.figures import (
     each_figure,
     expert_change,
     gradient_bias,
-    minibatches,
 )
 from moe_rl.study.figures.gallery.design_effect import design_effects
 from moe_rl.study.result_tables import result_tables
@@ -127,26 +125,6 @@ def test_without_doses_there_is_no_dose_response(tmp_path):
     assert {"dose_response", "minibatches", "engine_mismatch", "decomposition"} <= set(special)
     assert not {figure.name for figure in each_figure(plain, skipped)} & set(special)
     assert not any(reason.startswith(tuple(special)) for reason in skipped)
-
-
-def test_score_by_minibatches_takes_final_and_peak(data):
-    with pytest.raises(NothingToDraw, match="the same number of updates per batch"):
-        minibatches(data)
-    runs = []
-    for run in data.runs:
-        config = copy.deepcopy(run.config)
-        config["optim"]["num_minibatches"] = 8 if run.arm == "gspo" else 2
-        runs.append(replace(run, config=config))
-    rewards = data.rollouts["reward"].where(data.rollouts["step"] != 6, 0.0)  # a last step that fails
-    changed = replace(data, runs=tuple(runs), rollouts=data.rollouts.assign(reward=rewards))
-    frame = minibatches(changed).frame.set_index(["quantity", "arm"])
-    assert frame.loc[("final", "gspo"), "updates"] == 8
-    assert frame.loc[("final", "grpo"), "updates"] == 2
-    assert not {arm for _, arm in frame.index} & {"grpo_noise", "gspo_noise"}
-    of_arm = changed.rollouts.query("arm == 'gspo'").groupby("seed")["reward"]
-    peaks = [max(np.mean(run[i : i + 5]) for i in range(3)) for _, run in of_arm]
-    assert frame.loc[("peak", "gspo"), "mean"] == pytest.approx(np.mean(peaks))
-    assert frame.loc[("final", "gspo"), "mean"] == pytest.approx(of_arm.apply(lambda r: r[-5:].mean()).mean())
 
 
 def test_change_by_position_is_flips_over_sites_at_that_position(data):

@@ -1,19 +1,23 @@
-"""The figures of the studies `precision` and `depth_width`: what they read, by hand, and where they are absent."""
+"""The figures of the studies `precision`, `depth_width`, `minibatches`: what they read, and where they are absent."""
 
+import copy
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
-from synthetic import write_rows
+from matplotlib.text import Text
+from synthetic import write_rows, write_study
 
 from moe_rl.study import RunWriter
 from moe_rl.study.config import load_study
 from moe_rl.study.data import load
-from moe_rl.study.figures import change_by_position, decomposition_by_site, depth_width, precision
+from moe_rl.study.figures import change_by_position, decomposition_by_site, depth_width, minibatches, precision
 from moe_rl.study.figures.gallery.depth_width import along, power_law, size_rows
 from moe_rl.study.figures.gallery.precision import engine_format, flip_ratio, precision_rows, precision_table
 from moe_rl.study.figures.style import NothingToDraw
+from moe_rl.study.outcomes import run_outcomes
 from moe_rl.study.result_tables import rate_exponents, result_tables
 from moe_rl.study.results import markdown
 from moe_rl.study.shipped import find_study
@@ -229,3 +233,41 @@ def test_arms_of_other_depths_have_their_own_sites(tmp_path, monkeypatch):
     assert drawn.groupby("arm", observed=True)["mean"].mean().to_dict() == {"deep": 0.5, "shallow": 0.5}
     frame = decomposition_by_site(load(tmp_path)).frame
     assert frame.groupby("arm")["share"].mean().to_dict() == {arm: pytest.approx(1 / L) for arm, L in sites.items()}
+
+
+def test_score_by_minibatches_takes_final_and_peak(data):
+    with pytest.raises(NothingToDraw, match="the same number of updates per batch"):
+        minibatches(data)
+    runs = []
+    for run in data.runs:
+        config = copy.deepcopy(run.config)
+        config["optim"]["num_minibatches"] = 8 if run.arm == "gspo" else 2
+        runs.append(replace(run, config=config))
+    rewards = data.rollouts["reward"].where(data.rollouts["step"] != 6, 0.0)  # a last step that fails
+    changed = replace(data, runs=tuple(runs), rollouts=data.rollouts.assign(reward=rewards))
+    frame = minibatches(changed).frame.set_index(["quantity", "arm"])
+    assert frame.loc[("final", "gspo"), "updates"] == 8
+    assert frame.loc[("final", "grpo"), "updates"] == 2
+    assert not {arm for _, arm in frame.index} & {"grpo_noise", "gspo_noise"}
+    of_arm = changed.rollouts.query("arm == 'gspo'").groupby("seed")["reward"]
+    peaks = [max(np.mean(run[i : i + 5]) for i in range(3)) for _, run in of_arm]
+    assert frame.loc[("peak", "gspo"), "mean"] == pytest.approx(np.mean(peaks))
+    assert frame.loc[("final", "gspo"), "mean"] == pytest.approx(of_arm.apply(lambda r: r[-5:].mean()).mean())
+
+
+def test_score_by_minibatches_is_the_declared_reward_and_names_each_kind_of_arm(tmp_path):
+    data = load(write_study(tmp_path / "s", arms=("grpo", "gspo"), seeds=(0, 1), steps=2))
+    config = copy.deepcopy(data.config)
+    config["outcome"] = "held_out"
+    config["arms"]["gspo"]["label"] = "GRPO without a clip, N = 8"
+    runs = []
+    for run in data.runs:
+        of = copy.deepcopy(run.config)
+        of["optim"]["num_minibatches"] = 8 if run.arm == "gspo" else 2
+        runs.append(replace(run, config=of))
+    drawn = minibatches(replace(data, config=config, runs=tuple(runs)))
+    ends = run_outcomes(replace(data, config=config)).groupby("arm")["held_out"].mean()
+    assert set(drawn.frame["quantity"]) == {"final"}
+    assert drawn.frame.set_index("arm")["mean"].to_dict() == pytest.approx(ends.to_dict())
+    assert drawn.figure.axes[0].get_ylabel() == "held-out reward"
+    assert "GRPO without a clip" in {text.get_text() for text in drawn.figure.findobj(Text)}

@@ -84,7 +84,7 @@ def arm_rows(
     if longest > LETTERS:
         labels = {arm: in_two_lines(label) for arm, label in labels.items()}
     size = 7 if longest <= LETTERS else 6
-    left = 0.15 + max(0.056 * min(LETTERS, longest), *(inches(label, size) for label in labels.values()))
+    left = 0.15 + max(inches(label, size) for label in labels.values())
     gap, head, foot = 0.28, 0.36, 0.5 + below  # half a number of each side stands in a gap
     rows = max([*places.values(), *headings.values()]) + 1
     high = EACH * rows * (1.35 if longest > LETTERS else 1)  # two lines need room

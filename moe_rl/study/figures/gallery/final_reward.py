@@ -93,8 +93,7 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair], measured: str)
     total = drawn.figure.get_figheight()
     names = [_name(data, pair) for pair in pairs]
     high, rows = _height(names), _rows(pairs, names)
-    longest = max(0.057 * len(line) for name in names for line in name.split("\n"))
-    left, foot = min(2.7, 0.15 + max(longest, *(inches(name, 7) for name in names))), 0.46
+    left, foot = min(2.7, 0.15 + max(inches(name, 7) for name in names)), 0.46
     ax = drawn.figure.add_axes(
         (left / PAGE, foot / total, (PAGE - left - 0.08 - 1.42) / PAGE, EACH * rows / total), facecolor="none"
     )

@@ -3,21 +3,23 @@
 import pandas as pd
 
 from moe_rl.settings import at
-from moe_rl.study.curves import FINAL_STEPS, final_value
+from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.gallery.dose_response import draw_marks, interval_table, method_label
+from moe_rl.study.figures.gallery.dose_response import draw_marks, interval_table
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, look_of, panels
+from moe_rl.study.outcomes import reward_names, run_outcomes
 
 
 @figure(
     title="Score by minibatches per batch.",
     caption=(
         "Score against the number of minibatches that a sampled batch is split into, which is the number of updates "
-        "between two samplings: the more, the further off-policy the last. Every run samples equally often, so more "
+        "between two samplings: the more, the further off-policy the last. Where every run samples equally often, more "
         f"minibatches are also more updates. Left: mean of the last {FINAL_STEPS} steps; right: highest mean of "
-        f"{FINAL_STEPS} successive steps, which is biased upwards by noise in every arm. Large: mean over seeds with "
-        "its interval; small: seeds; arms of one N stand side by side."
+        f"{FINAL_STEPS} successive steps, which is biased upwards by noise in every arm; or, where the study declares "
+        "it, the held-out reward alone. Large: mean over seeds with its interval; small: seeds; arms of one N stand "
+        "side by side."
     ),
     needs={"rollouts": ["reward"]},
     rank=21,
@@ -27,40 +29,52 @@ def minibatches(data: StudyData) -> Drawing:
     seeds = minibatch_table(data)
     if seeds["updates"].nunique() < 2:
         raise NothingToDraw("minibatches: all arms of this study make the same number of updates per batch")
-    drawn, (axes,) = panels(1, 2, 2.9, PAGE, sharex=True, sharey=True)
-    parts = []
-    methods = seeds["method"].nunique()
-    for i, (method, rows) in enumerate(seeds.groupby("method", sort=False)):
-        beside = 1.09 ** (i - (methods - 1) / 2)  # arms of one N stand side by side, not on one another
-        for ax, y in zip(axes, ("final", "peak"), strict=True):
+    name = reward_names(seeds)[0]
+    titles = {"final": name}
+    if name == "final reward":
+        titles = {"final": f"final (last {FINAL_STEPS} steps)", "peak": f"peak (best {FINAL_STEPS} steps)"}
+    drawn, (axes,) = panels(1, len(titles), 2.9, PAGE, sharex=True, sharey=True)
+    parts, drawn_methods = [], set()
+    labels = seeds["label"].nunique()
+    for i, (label, rows) in enumerate(seeds.groupby("label", sort=False)):
+        beside = 1.09 ** (i - (labels - 1) / 2)  # arms of one N stand side by side, not on one another
+        method = rows["method"].iloc[0]
+        look = look_of(method if method not in drawn_methods else str(label))
+        drawn_methods.add(method)
+        for ax, y in zip(axes, titles, strict=True):
             table = interval_table(rows, "updates", y).sort_values("updates")
             means, values = (part.assign(updates=beside * part["updates"]) for part in (table, rows))
-            draw_marks(ax, means, values, "updates", y, look_of(str(method)), method_label(data, str(method)))
+            draw_marks(ax, means, values, "updates", y, look, str(label))
             parts.append(table.assign(quantity=y, method=method))
     counts = sorted(seeds["updates"].unique())
-    for ax, title in zip(axes, (f"final (last {FINAL_STEPS} steps)", f"peak (best {FINAL_STEPS} steps)"), strict=True):
+    for ax, title in zip(axes, titles.values(), strict=True):
         ax.set_xscale("log", base=2)
         ax.set_xticks(counts, [str(n) for n in counts])
         ax.minorticks_off()
-        ax.set_title(title)
+        if len(titles) > 1:
+            ax.set_title(title)
         ax.set_xlabel("minibatches (updates) per batch, N")
-    axes[0].set_ylabel("reward")
+    axes[0].set_ylabel(name if len(titles) == 1 else "reward")
     if seeds["final"].min() >= 0:
-        axes[0].set_ylim(0, 1.08 * float(seeds["peak"].max()) or None)
+        axes[0].set_ylim(0, 1.08 * float(seeds[list(titles)].max().max()) or None)
     legend_above(drawn, axes)
     return Drawing(drawn, pd.concat(parts, ignore_index=True), interval="bar")
 
 
 def minibatch_table(data: StudyData) -> pd.DataFrame:
-    """One row per arm and seed without noise: method, `updates` per batch, `final` and `peak` reward."""
+    """One row per arm and seed without noise: method, label (up to its first comma), `updates` per batch, `final`
+    reward as `measured`, and `peak`: the highest mean of `FINAL_STEPS` successive steps."""
     rewards = {key: part["reward"] for key, part in data.rollouts.groupby(["arm", "seed"], observed=True)}
+    outcomes = run_outcomes(data).set_index(["arm", "seed"])
     rows = []
     for run in data.runs:
-        of = rewards.get((run.arm, run.seed))
+        key = (run.arm, run.seed)
         count = at(run.config, "optim", "num_minibatches")
-        if not isinstance(count, int) or of is None or run.noise:
+        if not isinstance(count, int) or key not in rewards or run.noise:
             continue
-        row = {"arm": run.arm, "seed": run.seed, "method": run.method, "updates": count}
+        of = rewards[key]
+        label = str(data.arms["label"][run.arm]).split(",")[0]
+        row = {"arm": run.arm, "seed": run.seed, "method": run.method, "label": label, "updates": count}
         peak = float(of.rolling(min(FINAL_STEPS, len(of))).mean().max())
-        rows.append(row | {"final": final_value(of.to_numpy()), "peak": peak})
-    return pd.DataFrame(rows, columns=["arm", "seed", "method", "updates", "final", "peak"])
+        rows.append(row | dict(outcomes.loc[key, ["measured", "final"]]) | {"peak": peak})
+    return pd.DataFrame(rows, columns=["arm", "seed", "method", "label", "updates", "measured", "final", "peak"])
