@@ -37,6 +37,9 @@ from moe_rl.routing.experts import check_experts_name, check_megablocks, registe
 from moe_rl.routing.others import out_of_reach
 from moe_rl.routing.sites import find_sites
 
+EXPERT_BIAS = "expert_bias.safetensors"
+"""In a run's checkpoint: the selection bias of `optim.expert_bias_rate`, for which hub format has no place."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -250,11 +253,19 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
     """The model of a folder in hub format or of a hub id, on the CPU, or without `weights` on the meta device; its
     dropout and router jitter are off, which a warning says. Of a run with `model.lora`: with its adapters merged.
 
-    Raises ModelError, also for missing weights, and for a run's checkpoint that is not what was written."""
+    Raises ModelError, also for missing weights, and for a run's checkpoint that is not what was written or holds more
+    than a model: a bias on the choice of experts."""
     path = found_path(path)
     wrong = changed_since(Path(path), "state.json", COLD_START)
     if wrong:
         raise ModelError(f"model.path: {wrong}")
+    if (Path(path) / EXPERT_BIAS).exists():
+        raise ModelError(
+            f"model.path: {path} is of a run with optim.expert_bias_rate: its routers choose under a bias, in "
+            f"{EXPERT_BIAS}, for which hub format has no place, so that the model would choose other experts than the "
+            "policy did. For its weights without the bias copy config.json, model.safetensors and the tokenizer's "
+            "files to a folder of their own"
+        )
     of_lora = of_lora_run(Path(path))
     try:
         with no_progress_bars(quiet=of_lora):
