@@ -69,7 +69,7 @@ def token_logps(
     whose head is not a plain `nn.Linear`, or who treat its output to more than a scale and a soft cap (a forward hook,
     a replaced `forward` or a wrapper may, too: `other_heads.hindrance`), and models compiled as a whole take
     `model(...).logits` instead: the same numbers at full memory, with one warning. (Compile the backbone or its layers
-    to have both.)
+    to have both.) A scale and a soft cap are taken in fp32: in 16 bits the model's own logits are rounded once more.
 
     Args:
         attention_mask: true on tokens, false on padding, on either side.
