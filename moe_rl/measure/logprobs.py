@@ -69,7 +69,7 @@ def token_logps(
     whose head is not a plain `nn.Linear`, or who treat its output to more than a scale and a soft cap (a forward hook,
     a replaced `forward` or a wrapper may, too: `other_heads.hindrance`), and models compiled as a whole take
     `model(...).logits` instead: the same numbers at full memory, with one warning. (Compile the backbone or its layers
-    to have both.)
+    to have both.) A scale and a soft cap are taken in fp32: in 16 bits the model's own logits are rounded once more.
 
     Args:
         attention_mask: true on tokens, false on padding, on either side.
@@ -87,10 +87,10 @@ def token_logps(
             be is for `check_shared_prompts` to say.
 
     Raises:
-        ValueError: a mask of another shape, or of other values than 0 and 1; a completion token lies on padding;
-            several sequences in a row, in a model that does not keep them apart; temperature or chunk size is not
-            positive; the model has no load-balancing loss; `shared` is of another batch, or something is asked of the
-            model's outputs that rows of several responses do not have.
+        ValueError: a mask of another shape, or of other values than 0 and 1; a completion token lies on padding, or
+            right behind padding within its sequence; several sequences in a row, in a model that does not keep them
+            apart; temperature or chunk size is not positive; the model has no load-balancing loss; `shared` is of
+            another batch, or something is asked of the model's outputs that rows of several responses do not have.
         TypeError: `model` holds no transformers model with an output head.
         RuntimeError: another thread is in `token_logps` of this model.
 
@@ -113,8 +113,15 @@ def token_logps(
     check_shapes(input_ids, {"attention_mask": attention_mask, "completion_mask": completion_mask}, "input_ids")
     attended = as_bool_mask(attention_mask, "attention_mask")
     completion = as_bool_mask(completion_mask, "completion_mask")
-    if (completion & ~attended).any():
-        row, column = (completion & ~attended).nonzero()[0].tolist()
+    gap = F.pad(~attended[:, :-1] & (attended.cumsum(1)[:, :-1] > 0), (1, 0))  # padding before it, tokens before that
+    if (wrong := completion & (~attended | gap)).any():
+        row, column = wrong.nonzero()[0].tolist()
+        if attended[row, column]:
+            raise ValueError(
+                f"completion_mask is true right behind padding within a sequence (first at row {row}, position "
+                f"{column}); padding must stand at the ends of a row. Prompts that are padded on the right, with "
+                "responses behind? Pad them on the left"
+            )
         raise ValueError(
             f"completion_mask is true on padding (first at row {row}, position {column}); it must lie within "
             "attention_mask. Was one of them built for the other padding side?"

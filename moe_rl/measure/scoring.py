@@ -112,6 +112,11 @@ def decoded_logps(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Ten
 
     A token is scored by the call that was fed the column before it: the first one after the prompt by the prefill. The
     head computes as in `token_logps`, so that what differs from it is the cache and the shapes.
+
+    Raises:
+        ValueError: `prefill` is no number of columns, or a token within it is measured.
+        RuntimeError: the model keeps no cache; or it keeps a state (linear attention, convolution, state space) and a
+            sequence begins so far behind the prefill that it would be fed padding, which the state would take in.
     """
     if not 1 <= prefill <= text.input_ids.shape[1]:
         raise ValueError(f"prefill counts columns, between 1 and {text.input_ids.shape[1]}, got {prefill}")
@@ -122,6 +127,7 @@ def decoded_logps(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Ten
     device = device_of(lm)
     ids, mask = text.input_ids.to(device), text.attention_mask.to(device).long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
+    late = text.completion_mask.any(1) & ~text.attention_mask[:, : prefill + 1].any(1)
     treatment = head_treatment(model, lm)
     states: list[Tensor] = []
     head = lm.get_output_embeddings()
@@ -139,6 +145,12 @@ def decoded_logps(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Ten
             cache, start = cache_left(out), stop
             if cache is None:
                 raise RuntimeError(f"{type(lm).__name__} returned no KV cache: it cannot decode token by token")
+            if stop == prefill and bool(late.any()) and _keeps_state(cache):
+                raise RuntimeError(
+                    f"{type(lm).__name__} carries a state along a row: sequence {int(late.int().argmax())} begins "
+                    f"behind the {prefill} columns of the prefill, and its padding there would change it. Pad on the "
+                    "right"
+                )
             if stop < width:
                 said = states[-1][:, -1] if isinstance(treatment, LogitMap) else out.logits[:, -1]
                 logps[:, stop] = _logps_of(said, ids[:, stop], head, treatment, text.temperature).cpu()
@@ -146,6 +158,12 @@ def decoded_logps(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Ten
     finally:
         hook.remove()
     return torch.where(text.completion_mask.cpu(), logps, 0.0)
+
+
+def _keeps_state(cache: Any) -> bool:
+    """Whether a layer keeps more of a row than keys and values of its tokens, which a mask hides."""
+    kinds = [base.__name__ for layer in getattr(cache, "layers", ()) for base in type(layer).__mro__]
+    return hasattr(cache, "linear_cache") or any("LinearAttention" in kind for kind in kinds)  # the first is MiniMax's
 
 
 def _logps_of(said: Tensor, targets: Tensor, head: Any, treatment: LogitMap | str, temperature: float) -> Tensor:

@@ -37,6 +37,10 @@ from moe_rl.routing.experts import check_experts_name, check_megablocks, registe
 from moe_rl.routing.others import out_of_reach
 from moe_rl.routing.sites import find_sites
 
+MERGE = "merge them into their model first (PEFT's merge_and_unload, then save_pretrained)"
+EXPERT_BIAS = "expert_bias.safetensors"
+"""In a run's checkpoint: the selection bias of `optim.expert_bias_rate`, for which hub format has no place."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -234,7 +238,7 @@ def but_holds(folder: Path) -> str:
     """To be added to what is said of a folder without a model: empty if it holds neither LoRA adapters, of PEFT, nor
     run folders."""
     if (folder / "adapter_config.json").is_file():
-        return " but LoRA adapters: merge them into their model first (PEFT's merge_and_unload, then save_pretrained)"
+        return f" but LoRA adapters: {MERGE}"
     runs = [path.parents[1].name for path in folder.glob("*/checkpoint/config.json")]
     named = ", ".join(sorted(runs, key=lambda name: (len(name), name)))  # seed2 before seed10
     return f" but runs, of which one has to be named: {named}" if runs else ""
@@ -250,11 +254,19 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
     """The model of a folder in hub format or of a hub id, on the CPU, or without `weights` on the meta device; its
     dropout and router jitter are off, which a warning says. Of a run with `model.lora`: with its adapters merged.
 
-    Raises ModelError, also for missing weights, and for a run's checkpoint that is not what was written."""
+    Raises ModelError, also for missing weights, and for a run's checkpoint that is not what was written or holds more
+    than a model: a bias on the choice of experts."""
     path = found_path(path)
     wrong = changed_since(Path(path), "state.json", COLD_START)
     if wrong:
         raise ModelError(f"model.path: {wrong}")
+    if (Path(path) / EXPERT_BIAS).exists():
+        raise ModelError(
+            f"model.path: {path} is of a run with optim.expert_bias_rate: its routers choose under a bias, in "
+            f"{EXPERT_BIAS}, for which hub format has no place, so that the model would choose other experts than the "
+            "policy did. For its weights without the bias copy config.json, model.safetensors and the tokenizer's "
+            "files to a folder of their own"
+        )
     of_lora = of_lora_run(Path(path))
     try:
         with no_progress_bars(quiet=of_lora):
@@ -270,6 +282,11 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
         why = unreadable_weights(Path(path)) or f"{_brief(error)}{taken_for_hub_id(path)}"
         raise ModelError(f"model.path: cannot load {path}: {why}") from error
     model, report = loaded
+    if getattr(model, "_hf_peft_config_loaded", False):  # transformers puts on what it finds
+        raise ModelError(
+            f"model.path: {path} holds LoRA adapters, which would be on the model without being merged: {MERGE}. For "
+            "the model without them, move adapter_config.json away"
+        )
     if of_lora:
         model, report = merged_run(model, Path(path)) if weights else model, {}
     for problem in ("missing_keys", "mismatched_keys"):

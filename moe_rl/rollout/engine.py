@@ -36,7 +36,7 @@ from moe_rl.rollout.completions import (
     made_of,
 )
 from moe_rl.rollout.engine_config import EXACT, NEVER, Engine, Tolerance, gathered
-from moe_rl.rollout.task import Problem
+from moe_rl.rollout.task import Problem, shortened
 from moe_rl.routing import record_routes
 from moe_rl.routing.calls import cache_left, cache_name
 
@@ -187,6 +187,8 @@ def check_request(
     """Raises ValueError for what cannot be sampled whatever the model."""
     if not problems:
         raise ValueError("problems: nothing to sample, the list is empty")
+    if wrong := [problem for problem in problems if not isinstance(problem, Problem)]:
+        raise ValueError(f"problems: expected Problem(prompt, answer) for each, got {shortened(str(wrong[0]))}")
     counts = {"group_size": group_size, "max_new_tokens": max_new_tokens, "max_batch": max_batch}
     for name, value in counts.items():
         if value is not None and value < 1:

@@ -17,7 +17,7 @@ from typing import Any
 from moe_rl.rollout.task import TaskError
 
 MINUS = "\N{MINUS SIGN}"  # that of typography, which models write too
-NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def exact_match(answer: str, completion: str) -> bool:

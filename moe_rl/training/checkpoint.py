@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from moe_rl.checks import is_sealed, other_content, parse_json, seal_folder
 from moe_rl.files import naming, sync_folder, write_json, write_tensors
 from moe_rl.measure.logprobs import hf_model
+from moe_rl.policy.models import EXPERT_BIAS
 from moe_rl.rollout import Problem, Rollout, TaskError
 from moe_rl.rollout.completions import Responses
 from moe_rl.rollout.engine import gathered
@@ -147,7 +148,7 @@ def write_state(state: State, staging: Path) -> None:
     if state.reward_model is not None:
         write_tensors(staging / "comparisons.safetensors", _own(state.reward_model.tensors()))
     if state.expert_bias is not None:
-        write_tensors(staging / "expert_bias.safetensors", _own({"bias": state.expert_bias.values}))
+        write_tensors(staging / EXPERT_BIAS, _own({"bias": state.expert_bias.values}))
     if state.predictor is not None:
         write_tensors(staging / "predictor.safetensors", _own(state.predictor.tensors()))
     for index, batch in enumerate(state.waiting):
@@ -218,7 +219,7 @@ def load_checkpoint(state: State) -> Mark | None:
     if state.reward_model is not None:
         state.reward_model.restore(_load(folder / "comparisons.safetensors"))
     if state.expert_bias is not None:
-        state.expert_bias.values.copy_(_load(folder / "expert_bias.safetensors")["bias"])
+        state.expert_bias.values.copy_(_load(folder / EXPERT_BIAS)["bias"])
     if state.predictor is not None:
         state.predictor.restore(_load(folder / "predictor.safetensors"))
     state.waiting.clear()

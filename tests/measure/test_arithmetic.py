@@ -2,7 +2,9 @@
 
 import copy
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +61,25 @@ def test_tokens_within_the_prefill_are_refused_where_they_are_to_be_decoded():
     assert bool((decoded_logps(build("qwen3_moe"), batch, first)[batch.completion_mask] < 0).all())
     with pytest.raises(ValueError, match=r"within the .* columns of the prefill"):  # they were 0
         decoded_logps(build("qwen3_moe"), batch, first + 1)
+
+
+@pytest.mark.parametrize("family", ["JambaForCausalLM", "MiniMaxForCausalLM", "MixtralForCausalLM"])
+def test_padding_is_not_fed_to_a_state_that_would_take_it_in(family):
+    """Sequences that end together: the short one begins behind the prefill. Its decoding was off by up to 2 nats."""
+    sys.path.append(str(Path(__file__).parents[1] / "routing"))
+    from routing_helpers import moe
+
+    model = moe(family).eval()
+    ids = torch.randint(3, 64, (2, 10), generator=torch.Generator().manual_seed(0))
+    real = torch.arange(10) >= torch.tensor([[0], [6]])
+    together = TokenBatch(ids, real, real & (torch.arange(10) >= torch.tensor([[3], [8]])))
+    if family == "MixtralForCausalLM":
+        assert (decoded_logps(model, together, 3) - score_live(model, together).logps).abs().max() < 1e-5
+    else:
+        with pytest.raises(RuntimeError, match="sequence 1 begins behind the 3 columns of the prefill"):
+            decoded_logps(model, together, 3)
+    apart = repadded(together, "right")
+    assert (decoded_logps(model, apart, 2) - score_live(model, apart).logps).abs().max() < 1e-5
 
 
 def test_masks_of_tokenizers_are_masks():

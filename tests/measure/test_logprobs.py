@@ -255,6 +255,10 @@ def test_refusals():
         wrong = completion.clone()
         wrong[0, 1] = True
         token_logps(model, ids, attended, wrong)
+    with pytest.raises(ValueError, match=r"right behind padding within a sequence \(first at row 3, position 3\)"):
+        gap = attended.clone()
+        gap[3, 1:3] = False  # a prompt padded on the right, and the response behind
+        token_logps(model, ids, gap, completion)
     with pytest.raises(ValueError, match="temperature must be positive, got 0"):
         token_logps(model, ids, attended, completion, temperature=0.0)
     with pytest.raises(ValueError, match="at least 1, got 0"):

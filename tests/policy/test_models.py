@@ -130,6 +130,17 @@ def test_a_folder_without_a_model(tmp_path):
         load(tmp_path)
 
 
+def test_a_model_with_adapters_beside_it_is_not_loaded_with_them(copied):
+    """transformers puts them on: a run trained other names of weights, and its checkpoint was read as a LoRA run's."""
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+    peft.get_peft_model(build_tiny(SMALL, TOKENIZER), adapters).save_pretrained(copied)
+    with pytest.raises(ModelError, match=r"holds LoRA adapters, .* merge them .* move adapter_config\.json away"):
+        load(copied)
+    (copied / "adapter_config.json").unlink()
+    assert equal(load(copied)[0], build_tiny(SMALL, TOKENIZER))
+
+
 def test_damaged_weights(copied):
     truncate(copied / "model.safetensors")
     with pytest.raises(ModelError, match=rf"model.path: cannot load {copied}: {copied}/model.safetensors is damaged"):

@@ -228,6 +228,8 @@ def test_bad_options(options, message):
         ("0.5", "EUR12.50", False, False),  # nor is the tail of one
         ("1.2", "See version 1.2.3", False, True),
         ("-0.5", "so x=-.5", False, True),
+        ("1234", "at (1,2345)", False, False),  # two numbers, not 1,234 and a digit
+        ("2345", "at (1,2345)", False, True),
         ("1", "about 1e5", False, False),  # its exponent is part of it
         ("0.0015", "1.5E-3 m", False, True),
         ("\\frac{1}{2}", "\\boxed{\\frac{1}{2}}", False, True),

@@ -369,6 +369,8 @@ def test_rows_takes_everything_along():
     ("options", "message"),
     [
         ({"problems": []}, "problems: nothing to sample"),
+        ({"problems": ["^ab="]}, r"problems: expected Problem\(prompt, answer\) for each, got '\^ab='"),
+        ({"problems": "^ab="}, r"problems: expected Problem\(prompt, answer\) for each"),
         ({"problems": [PROMPTS[0], Problem("", "")]}, "problem 1: the prompt '' has no tokens"),
         ({"group_size": 0}, "group_size: at least 1, got 0"),
         ({"max_new_tokens": 0}, "max_new_tokens: at least 1, got 0"),
