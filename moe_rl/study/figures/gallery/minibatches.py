@@ -14,10 +14,9 @@ from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, look_o
     title="Score by minibatches per batch.",
     caption=(
         "Score against the number of minibatches that a sampled batch is split into, which is the number of updates "
-        "between two samplings: the more, the further off-policy the last. Every run samples equally often, so more "
-        f"minibatches are also more updates. Left: mean of the last {FINAL_STEPS} steps; right: highest mean of "
-        f"{FINAL_STEPS} successive steps, which is biased upwards by noise in every arm. Large: mean over seeds with "
-        "its interval; small: seeds; arms of one N stand side by side."
+        f"between two samplings: the more, the further off-policy the last. Left: mean of the last {FINAL_STEPS} "
+        f"steps; right: highest mean of {FINAL_STEPS} successive steps, which is biased upwards by noise in every arm. "
+        "Large: mean over seeds with its interval; small: seeds; arms of one N stand side by side."
     ),
     needs={"rollouts": ["reward"]},
     rank=21,
@@ -48,11 +47,15 @@ def minibatches(data: StudyData) -> Drawing:
     if seeds["final"].min() >= 0:
         axes[0].set_ylim(0, 1.08 * float(seeds["peak"].max()) or None)
     legend_above(drawn, axes)
-    return Drawing(drawn, pd.concat(parts, ignore_index=True), interval="bar")
+    said = "Every run samples equally often, so more minibatches are also more updates."
+    if seeds["steps"].nunique() > 1:
+        said = f"Runs sample {seeds['steps'].min()} to {seeds['steps'].max()} batches."
+    return Drawing(drawn, pd.concat(parts, ignore_index=True), said, interval="bar")
 
 
 def minibatch_table(data: StudyData) -> pd.DataFrame:
-    """One row per arm and seed without noise: method, `updates` per batch, `final` and `peak` reward."""
+    """One row per arm and seed without noise: method, `updates` per batch, `steps`, `final` and `peak`
+    reward."""
     rewards = {key: part["reward"] for key, part in data.rollouts.groupby(["arm", "seed"], observed=True)}
     rows = []
     for run in data.runs:
@@ -60,7 +63,7 @@ def minibatch_table(data: StudyData) -> pd.DataFrame:
         count = at(run.config, "optim", "num_minibatches")
         if not isinstance(count, int) or of is None or run.noise:
             continue
-        row = {"arm": run.arm, "seed": run.seed, "method": run.method, "updates": count}
+        row = {"arm": run.arm, "seed": run.seed, "method": run.method, "updates": count, "steps": len(of)}
         peak = float(of.rolling(min(FINAL_STEPS, len(of))).mean().max())
         rows.append(row | {"final": final_value(of.to_numpy()), "peak": peak})
-    return pd.DataFrame(rows, columns=["arm", "seed", "method", "updates", "final", "peak"])
+    return pd.DataFrame(rows, columns=["arm", "seed", "method", "updates", "steps", "final", "peak"])
