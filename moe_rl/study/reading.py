@@ -48,7 +48,7 @@ def rules(interest: float = INTEREST) -> list[str]:
 
 def read(data: StudyData) -> list[Statement]:
     """All statements that this study's data allow, in the order of the report."""
-    parts = (_runs, _reward, _replay_check, _outcomes, routing_statements, _power, _roundings)
+    parts = (_runs, _reward, _short, _replay_check, _outcomes, routing_statements, _power, _roundings)
     return [Statement(topic, minus(text)) for part in parts for topic, text in part(data)]
 
 
@@ -94,6 +94,17 @@ def _reward(data: StudyData) -> Iterator[Statement]:
         if declared(data) is None:
             text += " What was not declared beforehand is a hint for another study, not a finding."
         yield Statement("Reward", text)
+
+
+def _short(data: StudyData) -> Iterator[Statement]:
+    """Arms with finished runs of fewer steps than final reward is the mean of."""
+    runs, sizes = run_outcomes(data), data.rollouts.groupby(["arm", "seed"], observed=True).size()
+    ended = runs[runs["finished"].astype(bool) & (runs["measured"] != "held out")].set_index(["arm", "seed"]).index
+    arms = dict.fromkeys(run[0] for run in ended if sizes.get(run, FINAL_STEPS) < FINAL_STEPS)
+    if arms:
+        which = "every arm" if len(arms) == len(data.arms) else listed(full_label(data, arm) for arm in arms)
+        text = f"the final reward of {which} is the mean of all steps, the first of which comes before any update."
+        yield Statement("Reward", f"Fewer than {FINAL_STEPS} steps: {text}")
 
 
 def compare(data: StudyData, pair: Pair) -> str:

@@ -2,10 +2,13 @@
 terminal or as plain lines."""
 
 import contextlib
+import math
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +21,7 @@ from moe_rl.study.words import count
 from moe_rl.training import RunConfig
 
 PLAIN_SECONDS = 15.0  # between progress lines where there is no terminal
+RECENT = 20  # steps of a run by which others are estimated
 
 
 @dataclass
@@ -39,11 +43,14 @@ class Run(Progress):
     note: str = ""
     problem: str = ""
     steps: int = field(init=False)
+    batch: int = field(init=False)
     since: str = field(default="", repr=False)
     counting: bool = field(default=False, repr=False)
+    took: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT), repr=False)
 
     def __post_init__(self) -> None:
         self.steps = self.config.optim.steps
+        self.batch = self.config.rollout.prompts * self.config.rollout.group_size
 
     @property
     def name(self) -> str:
@@ -70,6 +77,7 @@ class Run(Progress):
 
     def _forget(self) -> None:
         self.step, self.reward, self.change, self.first_step = 0, None, None, None
+        self.took.clear()
         self.counting = self.state == "running"
 
     def take(self, row: dict[str, Any]) -> None:
@@ -77,6 +85,8 @@ class Run(Progress):
             super().take(row)
             if row["kind"] == "step" and self.counting:
                 self.begin(self.step)  # to the last row of one reading: those before may be of an earlier start
+            if row["kind"] == "step" and math.isfinite(seconds := float(row["seconds"])):
+                self.took.append(seconds / self.batch)
 
     def beginning(self) -> str:
         """What a run says before its first step: how far its cold start is, or that it waits for another's; why it was
@@ -93,10 +103,11 @@ class Run(Progress):
         said = self.problem or last_line(self.log)
         return f"{said} (log: {self.log})" if self.log.exists() else said
 
-    def left(self, usual: float | None = None) -> float | None:
-        """Seconds that this run still needs, from its own pace or from a finished run's."""
-        own = super().left()
-        return usual * (1 - self.step / self.steps) if own is None and usual else own
+    def pace(self) -> float | None:
+        """Seconds for each response: what the latest steps took, and of a finished run all of its time, which may hold
+        a cold start (less where it went on from an earlier start)."""
+        whole = self.seconds / (self.steps * self.batch) if self.state == "done" else 0.0
+        return max(whole, fmean(self.took) if self.took else 0.0) or None
 
 
 def last_line(log: Path) -> str:
@@ -106,18 +117,21 @@ def last_line(log: Path) -> str:
 
 
 def totals(runs: list[Run], workers: int) -> tuple[int, float | None]:
-    """Runs that are done, and seconds left for all of them."""
-    done = [run.seconds for run in runs if run.state == "done" and run.seconds]
-    known = {run.name: own for run in runs if run.state == "running" and (own := run.left()) is not None}
-    usual = sum(done) / len(done) if done else None
-    if usual is None and known:  # as the slowest that runs
-        paces = [known[run.name] / max(1, run.steps - run.step) for run in runs if run.name in known]
-        usual = max(paces) * max(run.steps for run in runs)
-    left = [run.left(usual) for run in runs if run.state in ("running", "waiting")]
+    """Runs that are done, and seconds left for all of them: of each at its own pace, else at that of its arm's runs,
+    which make cold starts alike; else at that of the steps of all."""
+    paces: dict[str, list[float]] = {}
+    for run in runs:
+        if pace := run.pace():
+            paces.setdefault(run.arm, []).append(pace)
+    usual = [fmean(run.took) for run in runs if run.took]
+    left = []
+    for run in runs:
+        if run.state in ("running", "waiting"):
+            own, like = run.left(), paces.get(run.arm, usual)
+            left.append(fmean(like) * run.batch * (run.steps - run.step) if own is None and like else own)
     finished = sum(run.state == "done" for run in runs)
-    if any(x is None for x in left):
-        return finished, None
-    return finished, max([sum(x for x in left if x is not None) / workers, *known.values()])
+    known = [one for one in left if one is not None]
+    return finished, max(sum(known) / workers, *known, 0.0) if len(known) == len(left) else None
 
 
 def show(runs: list[Run], workers: int, polls: Iterable[None]) -> None:

@@ -1,5 +1,7 @@
 """What figures of the gallery plot: means, ranges, rates and variances against the tables that they come from."""
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +16,14 @@ from moe_rl.study.figures import (
     clipped_tokens,
     expert_change,
     final_reward,
+    minibatches,
     ratio_variance,
     reward,
     tail_fraction,
     variance_by_flips,
     variance_factors,
 )
+from moe_rl.study.figures.gallery.dose_response import method_label
 from moe_rl.study.figures.gallery.variance_by_flips import predictor_flips
 from moe_rl.study.figures.layout import shown
 from moe_rl.study.figures.routing import binomial_of, short_sites
@@ -257,3 +261,27 @@ def test_independent_tokens_give_the_harmonic_length_of_natural_responses(data):
     level = [[line.get_ydata()[0] for line in one.figure.axes[1].lines if len(line.get_xdata()) == 2]
              for one in (known, unknown)]  # fmt: skip
     assert level == [[1.0, pytest.approx(3.0)], [1.0]]
+
+
+def test_what_is_said_of_all_runs_is_true_of_all(data):
+    """Arms of other batches, other numbers of updates and fewer steps."""
+    assert "256 responses a step." in reward(data).caption
+    of_gspo = data.rollouts["arm"] == "gspo"
+    larger = data.rollouts.assign(reward_n=data.rollouts["reward_n"].where(~of_gspo, 1024))
+    assert "256 to 1024 responses a step." in reward(replace(data, rollouts=larger)).caption
+    configs = [{**run.config, "optim": {"num_minibatches": 8 if run.arm == "gspo" else 2}} for run in data.runs]
+    runs = tuple(replace(run, config=config) for run, config in zip(data.runs, configs, strict=True))
+    assert "Every run samples equally often" in minibatches(replace(data, runs=runs)).caption
+    short = replace(data, runs=runs, rollouts=data.rollouts[~of_gspo | (data.rollouts["step"] < 3)])
+    said = minibatches(short).caption
+    assert "Runs sample 3 to 7 batches." in said and "equally often" not in said
+
+
+def test_a_method_is_called_by_what_the_labels_of_its_arms_share(data):
+    arms = data.arms.loc[["grpo", "grpo_replay", "gspo"]]
+    arms = arms.assign(method=["grpo", "grpo", "gspo"], label=["GRPO 16", "GRPO 64", "GSPO, N = 4"])
+    named = copy.copy(data)
+    vars(named)["arms"] = arms
+    assert [method_label(named, method) for method in ("grpo", "gspo")] == ["GRPO", "GSPO"]
+    vars(named)["arms"] = arms.assign(label=["Old", "New", "GSPO"])
+    assert method_label(named, "grpo") == "Old"

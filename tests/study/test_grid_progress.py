@@ -7,13 +7,14 @@ import pytest
 from moe_rl.runlog import RunLog
 from moe_rl.study.progress import clock, number, percent
 from moe_rl.study.runs import Run, totals
-from moe_rl.training import OptimConfig, RunConfig
+from moe_rl.training import OptimConfig, RolloutConfig, RunConfig
 
 STEPS = 5
 
 
-def reader(folder):
-    return Run("a", 0, folder, folder / "log", RunConfig(optim=OptimConfig(steps=STEPS)))
+def reader(folder, arm="a", steps=STEPS, prompts=32):
+    config = RunConfig(optim=OptimConfig(steps=steps), rollout=RolloutConfig(prompts=prompts))
+    return Run(arm, 0, folder, folder / "log", config)
 
 
 def seen(run):
@@ -74,11 +75,11 @@ def test_the_pace_of_a_run_that_goes_on_is_that_of_its_new_steps(tmp_path, monke
     now[0] = 100.0
     rewrite(log, marks[1])
     study.read()
-    assert study.left(None) is None, "no step of its own yet"
+    assert study.left() is None, "no step of its own yet"
     now[0] = 110.0
     write(log, 2, seconds=0.25)
     study.read()
-    assert study.left(None) == 10.0 * (STEPS - 3)
+    assert study.left() == 10.0 * (STEPS - 3)
 
 
 def test_a_file_that_is_gone_and_a_line_that_is_not_whole_yet(tmp_path):
@@ -126,3 +127,31 @@ def test_a_damaged_line_stops_neither_study_nor_display(tmp_path, line):
     assert clock(totals([study], 1)[1]) + number(study.reward) + percent(study.change)
     write(log, 1)
     assert seen(study)[1:] == (1 / 8, 1 / 16)
+
+
+def finished(folder, arm="a", seconds=0.0, each=0.0, **how):
+    run = reader(folder, arm, **how)
+    for step in range(run.steps):
+        run.take({"kind": "step", "step": step, "seconds": each})
+    run.state, run.seconds = "done", seconds
+    return run
+
+
+def test_a_slow_first_run_is_no_measure_of_other_arms(tmp_path):
+    """Of its 300 seconds 250 were a cold start, which the others need not make again; the next seed's first will."""
+    first = finished(tmp_path, seconds=300.0, each=10.0)
+    assert totals([first, reader(tmp_path, "b"), reader(tmp_path, "c")], 1) == (1, 100.0)
+    assert totals([first, reader(tmp_path, "b"), reader(tmp_path, "a")], 1) == (1, 50.0 + 300.0)
+    went_on = finished(tmp_path, seconds=10.0, each=10.0)  # its last step alone
+    assert totals([went_on, reader(tmp_path, "a")], 1) == (1, 50.0)
+
+
+def test_arms_of_different_cost_are_not_taken_as_one(tmp_path):
+    """Each arm at its own pace; one that has none yet by its responses, of which its steps may have more or fewer."""
+    runs = [finished(tmp_path, "quick", 10.0, each=2.0), finished(tmp_path, "slow", 90.0, each=18.0)]
+    assert totals([*runs, reader(tmp_path, "slow"), reader(tmp_path, "slow")], 2) == (2, 90.0)
+    assert totals([*runs, reader(tmp_path, "other", steps=4, prompts=64)], 2) == (2, 80.0)
+    running = reader(tmp_path, "slow")
+    running.state = "running"
+    assert totals([*runs, running], 1) == (2, 90.0) and totals([running], 1) == (0, None)
+    assert totals(runs, 1) == (2, 0.0)

@@ -6,7 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from read_studies import at_start, study_of, text_on
+from synthetic import write_study
 
+from moe_rl.study import load
 from moe_rl.study.comparing import comparisons
 from moe_rl.study.figures import FIGURES
 from moe_rl.study.outcomes import final_rewards, run_outcomes
@@ -139,3 +141,17 @@ def test_what_was_sampled_of_committed_runs_is_their_final_reward_unless_another
         found = {of: published_values(tmp_path, f"{outcome}:gspo", of).mean() for of in list(KINDS)[:4]}
         means = {"final": final, "sampled": 0.5125, "held_out": 0.8, "held_out_less_sampled": 0.2875}
         assert found == pytest.approx(means, abs=0.004)
+
+
+def test_a_final_reward_of_fewer_than_five_steps_is_said_to_be_of_all(tmp_path):
+    """Of one step it is that of the policy before training."""
+    study = load(write_study(tmp_path / "s", arms=("grpo", "gspo"), seeds=(0,), steps=6, sequences=2))
+    assert "Fewer than" not in text_on(study, "Reward")
+    short = replace(study, rollouts=study.rollouts[(study.rollouts["arm"] == "grpo") | (study.rollouts["step"] < 4)])
+    said = "Fewer than 5 steps: the final reward of {} is the mean of all steps"
+    assert said.format("GSPO") in text_on(short, "Reward")
+    assert said.format("every arm") in text_on(replace(study, rollouts=study.rollouts.query("step < 1")), "Reward")
+    held_out = replace(short, config={**short.config, "outcome": "held_out"})
+    assert "Fewer than" not in text_on(held_out, "Reward")
+    unfinished = tuple(replace(run, finished=run.arm == "grpo") for run in short.runs)
+    assert "Fewer than" not in text_on(replace(short, runs=unfinished), "Reward")

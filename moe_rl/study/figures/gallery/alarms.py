@@ -1,14 +1,15 @@
 """At which steps signals crossed their thresholds: heat maps of arm and step, one panel per signal."""
 
-from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
+from matplotlib import rcParams
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from moe_rl.study.alarm_table import study_alarms
-from moe_rl.study.alarms import Alarm, alarms_of
+from moe_rl.study.alarms import Alarm, RunAlarms, alarms_of
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.layout import drawn_arms, short_label
 from moe_rl.study.figures.register import Drawing, figure
@@ -19,9 +20,10 @@ from moe_rl.study.figures.style import INK, PAGE, NothingToDraw, bare, label_bar
 @figure(
     title="Alarms.",
     caption=(
-        "Share of an arm's runs in which a monitored signal was beyond its threshold at a step; a cross is a step at "
-        "which the reward of a run collapsed. The thresholds are rules of thumb from the sources that the report's "
-        "table names, mostly for large models; none was calibrated against collapses."
+        "Share of an arm's runs in which a monitored signal was beyond its threshold at a step, of those that came so "
+        "far and recorded it (grey: none); a cross is a step at which the reward of a run collapsed. The thresholds "
+        "are rules of thumb from the sources that the report's table names, mostly for large models; none was "
+        "calibrated against collapses."
     ),
     needs={},
     rank=195,
@@ -48,13 +50,15 @@ def alarms(data: StudyData) -> Drawing:
             f"alarms: no signal crossed its threshold, and no run collapsed. {said or 'None was recorded.'}"
         )
     frame = pd.DataFrame(rows, columns=["arm", "seed", "alarm", "step", "value", "threshold"])
-    ends = [int(part["step"].max()) for part in (data.rollouts, data.updates) if len(part)]
-    steps = 1 + max(*ends, *frame["step"], *(step for _, step in falls), 0)
-    return Drawing(_maps(data, frame, crossed, steps, falls), frame, said)
+    return Drawing(_maps(data, runs, frame, crossed, falls), frame, said)
 
 
 def _maps(
-    data: StudyData, frame: pd.DataFrame, crossed: list[Alarm], steps: int, falls: list[tuple[str, int]]
+    data: StudyData,
+    runs: Mapping[tuple[str, int], RunAlarms],
+    frame: pd.DataFrame,
+    crossed: list[Alarm],
+    falls: list[tuple[str, int]],
 ) -> Figure:
     arms = drawn_arms(data)
     shown: list[Alarm | None] = [*crossed] or [None]  # None: collapses alone
@@ -62,13 +66,21 @@ def _maps(
     each = 0.2 if any("\n" in label for label in labels) else 0.125
     drawn, axes = panels(len(shown), 1, 0.6 + len(shown) * (0.3 + each * len(arms)), PAGE, sharex=True)
     axes = axes[:, 0]
-    count = Counter(run.arm for run in data.runs)
+    tables = [
+        part[["arm", "seed", "step"]].astype({"arm": str}) for part in (data.rollouts, data.updates, frame) if len(part)
+    ]
+    last = pd.concat(tables).groupby(["arm", "seed"])["step"].max()
     for ax, alarm in zip(axes, shown, strict=True):
-        share = np.zeros((len(arms), steps))
+        beyond, there = np.zeros((2, len(arms), 1 + int(last.max())))
         own = frame[frame["alarm"] == alarm.name] if alarm else frame
-        for row in own.to_dict("records"):  # a run crosses once a step
-            if row["arm"] in arms:
-                share[arms.index(row["arm"]), row["step"]] += 1 / count[row["arm"]]
+        for arm, step in zip(own["arm"], own["step"], strict=True):  # a run crosses once a step
+            if arm in arms:
+                beyond[arms.index(arm), step] += 1
+        for (arm, seed), step in last.items():
+            if arm in arms and (alarm is None or runs[arm, seed].seen[alarm.name]):
+                there[arms.index(arm), : step + 1] += 1
+        share = np.divide(beyond, there, out=np.full_like(there, np.nan), where=there > 0)
+        ax.set_facecolor(rcParams["grid.color"])
         mesh = ax.imshow(share, aspect="auto", interpolation="nearest", cmap="Oranges", vmin=0, vmax=1)
         for arm, step in falls:
             if arm in arms:

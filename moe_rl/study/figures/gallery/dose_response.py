@@ -103,6 +103,6 @@ def draw_marks(ax: Axes, table: pd.DataFrame, seeds: pd.DataFrame, x: str, y: st
 
 
 def method_label(data: StudyData, method: str) -> str:
-    """The label that a method's first arm has, without what tells its arms apart."""
-    label = str(data.arms.loc[data.arms["method"] == method, "label"].iloc[0])
-    return label.split(",")[0]
+    """What the labels of all arms of a method have in common, up to a comma: without what tells them apart."""
+    labels = [str(label).split(",")[0].split() for label in data.arms.loc[data.arms["method"] == method, "label"]]
+    return " ".join(words[0] for words in zip(*labels, strict=False) if len(set(words)) == 1) or " ".join(labels[0])

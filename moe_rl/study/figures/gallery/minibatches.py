@@ -15,11 +15,10 @@ from moe_rl.study.outcomes import reward_names, run_outcomes
     title="Score by minibatches per batch.",
     caption=(
         "Score against the number of minibatches that a sampled batch is split into, which is the number of updates "
-        "between two samplings: the more, the further off-policy the last. Where every run samples equally often, more "
-        f"minibatches are also more updates. Left: mean of the last {FINAL_STEPS} steps; right: highest mean of "
-        f"{FINAL_STEPS} successive steps, which is biased upwards by noise in every arm; or, where the study declares "
-        "it, the held-out reward alone. Large: mean over seeds with its interval; small: seeds; arms of one N stand "
-        "side by side."
+        f"between two samplings: the more, the further off-policy the last. Left: mean of the last {FINAL_STEPS} "
+        f"steps; right: highest mean of {FINAL_STEPS} successive steps, which is biased upwards by noise in every arm; "
+        "or, where the study declares it, the held-out reward alone. Large: mean over seeds with its interval; small: "
+        "seeds; arms of one N stand side by side."
     ),
     needs={"rollouts": ["reward"]},
     rank=21,
@@ -58,12 +57,15 @@ def minibatches(data: StudyData) -> Drawing:
     if seeds["final"].min() >= 0:
         axes[0].set_ylim(0, 1.08 * float(seeds[list(titles)].max().max()) or None)
     legend_above(drawn, axes)
-    return Drawing(drawn, pd.concat(parts, ignore_index=True), interval="bar")
+    said = "Every run samples equally often, so more minibatches are also more updates."
+    if seeds["steps"].nunique() > 1:
+        said = f"Runs sample {seeds['steps'].min()} to {seeds['steps'].max()} batches."
+    return Drawing(drawn, pd.concat(parts, ignore_index=True), said, interval="bar")
 
 
 def minibatch_table(data: StudyData) -> pd.DataFrame:
-    """One row per arm and seed without noise: method, label (up to its first comma), `updates` per batch, `final`
-    reward as `measured`, and `peak`: the highest mean of `FINAL_STEPS` successive steps."""
+    """One row per arm and seed without noise: method, label (up to its first comma), `updates` per batch, `steps`,
+    `final` reward as `measured`, and `peak`: the highest mean of `FINAL_STEPS` successive steps."""
     rewards = {key: part["reward"] for key, part in data.rollouts.groupby(["arm", "seed"], observed=True)}
     outcomes = run_outcomes(data).set_index(["arm", "seed"])
     rows = []
@@ -76,5 +78,6 @@ def minibatch_table(data: StudyData) -> pd.DataFrame:
         label = str(data.arms["label"][run.arm]).split(",")[0]
         row = {"arm": run.arm, "seed": run.seed, "method": run.method, "label": label, "updates": count}
         peak = float(of.rolling(min(FINAL_STEPS, len(of))).mean().max())
-        rows.append(row | dict(outcomes.loc[key, ["measured", "final"]]) | {"peak": peak})
-    return pd.DataFrame(rows, columns=["arm", "seed", "method", "label", "updates", "measured", "final", "peak"])
+        rows.append(row | dict(outcomes.loc[key, ["measured", "final"]]) | {"steps": len(of), "peak": peak})
+    columns = ["arm", "seed", "method", "label", "updates", "steps", "measured", "final", "peak"]
+    return pd.DataFrame(rows, columns=columns)

@@ -21,7 +21,9 @@ def reward(data: StudyData) -> Drawing:
     for ax, arms in drawn.panels:
         mark_collapses(ax, data, arms)
     drawn.legend()
-    responses = f"{int(rows['reward_n'].median())} responses a step. " if "reward_n" in rows else ""
+    sizes = rows.groupby("arm", observed=True)["reward_n"].median().dropna() if "reward_n" in rows else ()
+    ends = dict.fromkeys(f"{int(end(sizes))}" for end in (min, max) if len(sizes))
+    responses = f"{' to '.join(ends)} responses a step. " if ends else ""
     grid = many(data)  # a panel for each arm has neither thin lines nor a stand-in
     natural = None if grid else next((each.stand_in for each in shown(data) if each.stand_in), None)
     stands = (
