@@ -16,6 +16,7 @@ CLAIMS: dict[str, dict[str, Declared]] = {
         "GSPO − GRPO + R2": ("replay_vs_gspo", "gspo", "grpo_replay"),
         "GSPO − GRPO": ("replay_vs_gspo", "gspo", "grpo"),
         "GSPO − GRPO, 24 other seeds": ("natural_routing", "gspo_tenth", "grpo_tenth"),
+        "GSPO − GRPO, 155 steps": ("longer_training", "gspo", "grpo"),
         "GSPO − GRPO, fast routers": ("fast_routers", "gspo", "grpo"),
         "GSPO − GRPO, other size": ("other_size", "gspo", "grpo"),
         "GSPO − GRPO, noise 0.02": ("replay_vs_gspo", "gspo_noise02", "grpo_noise02"),
@@ -24,10 +25,17 @@ CLAIMS: dict[str, dict[str, Declared]] = {
     "GRPO needs Routing Replay": {
         "GRPO + R2 − GRPO": ("replay_vs_gspo", "grpo_replay", "grpo"),
         "GRPO + R2 − GRPO, 24 other seeds": ("natural_routing", "replay_tenth", "grpo_tenth"),
+        "GRPO + R2 − GRPO, 155 steps": ("longer_training", "grpo_replay", "grpo"),
         "GRPO + R2 − GRPO, fast routers": ("fast_routers", "replay", "grpo"),
         "GRPO + R2 − GRPO, other size": ("other_size", "grpo_replay", "grpo"),
         "GRPO + R2 − GRPO, noise 0.02": ("replay_vs_gspo", "grpo_replay", "grpo_noise02"),
         "GRPO + R2 − GRPO, noise 0.05": ("replay_vs_gspo", "grpo_replay", "grpo_noise05"),
+    },
+    "Off-policy, replay and a clip are essential": {
+        "GRPO + R2 − GRPO, 16 updates a batch": ("updates_per_batch", "replay_n16", "grpo_n16"),
+        "GRPO + R2 − GRPO, 64 updates a batch": ("updates_per_batch", "replay_n64", "grpo_n64"),
+        "GRPO + R2 − GRPO, waited two steps": ("lag", "replay_lag2", "grpo_lag2"),
+        "No clip − GRPO, 64 updates a batch": ("updates_per_batch", "unclipped_n64", "grpo_n64"),
     },
     "GSPO tolerates the engine's log-probs": {
         "GSPO, ratio to a bf16 engine − to the old policy": ("engine_mismatch", "gspo_rollout", "gspo_old"),

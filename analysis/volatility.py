@@ -80,9 +80,20 @@ SOURCES: dict[str, list[Condition]] = {
         Condition("levers_balance_live", "grpo_bias", {"live": "grpo_replay_live"}),
         Condition("methods_bias", "grpo", {**OTHERS, "dppo": "dppo_tv"}),
     ],
-    "Updates per batch:\n1, 4, 8, 16": [
+    "Updates per batch:\n1, 4, 8, 16, ordinary": [
         *_alone("minibatches", "grpo_n1"),
         *_suffixed("minibatches", "n4", "n8", "n16"),
+    ],
+    "Updates per batch:\n4, 16, 64, near-tied": [
+        *_alone("updates_per_batch", "grpo_n4"),
+        *(
+            Condition(
+                "updates_per_batch",
+                f"grpo_{n}",
+                {"grpo": f"grpo_{n}", "grpo_replay": f"replay_{n}", "gspo": f"gspo_{n}"},
+            )
+            for n in ("n16", "n64")
+        ),
     ],
     "Responses whole,\nor of four versions": [
         *_alone("methods_stale", "grpo"),

@@ -252,6 +252,8 @@ def volatility_figure(table: pd.DataFrame) -> StudyFigure:
         ax.set_title(source, fontsize=7)
     for ax in axes[len(sources) :]:
         ax.set_visible(False)
+    for ax in axes[: len(sources)][-COLUMNS:]:  # the lowest of each column
+        ax.tick_params(labelbottom=True)
     axes[0].set_xscale("symlog", linthresh=LINEAR, linscale=0.5)
     axes[0].set_xticks([0, 1, 10, 100], ["0", "1", "10", "100"])
     axes[0].set_xlim(-0.4, 100)
