@@ -69,14 +69,14 @@ def _maps(
     tables = [
         part[["arm", "seed", "step"]].astype({"arm": str}) for part in (data.rollouts, data.updates, frame) if len(part)
     ]
-    last = pd.concat(tables).groupby(["arm", "seed"])["step"].max()
+    last = pd.concat(tables).groupby(["arm", "seed"], as_index=False)["step"].max()
     for ax, alarm in zip(axes, shown, strict=True):
-        beyond, there = np.zeros((2, len(arms), 1 + int(last.max())))
+        beyond, there = np.zeros((2, len(arms), 1 + int(last["step"].max())))
         own = frame[frame["alarm"] == alarm.name] if alarm else frame
         for arm, step in zip(own["arm"], own["step"], strict=True):  # a run crosses once a step
             if arm in arms:
                 beyond[arms.index(arm), step] += 1
-        for (arm, seed), step in last.items():
+        for arm, seed, step in zip(last["arm"], last["seed"], last["step"], strict=True):
             if arm in arms and (alarm is None or runs[arm, seed].seen[alarm.name]):
                 there[arms.index(arm), : step + 1] += 1
         share = np.divide(beyond, there, out=np.full_like(there, np.nan), where=there > 0)
