@@ -182,7 +182,8 @@ def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
     if named and len(named) <= MOST_NAMED:
         left = len(pairs) - len(named)
         return Line("Do the arms differ?", words, "; ".join(named) + (f"; {left} not told apart." if left else "."))
-    rest = listed(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
+    words_of = {v: f"with {v}" if v == Verdict.TOO_FEW else str(v) for v in dict.fromkeys(verdicts)}
+    rest = listed(f"{verdicts.count(v)} {word}" for v, word in words_of.items())
     return Line("Do the arms differ?", words, f"{_capital(rest)}.")
 
 

@@ -116,8 +116,32 @@ def small(tmp_path_factory, more, others=("grpo", "grpo_replay", "gspo")):
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("study", mostly_swept(STUDIES, ("wide", "doses", "single", "wordy_crowd")))
 def test_words_lie_inside_the_figure_and_not_on_one_another(study, name, request):
-    figure = FIGURES[name](request.getfixturevalue(study))
-    boxes = _words(figure.figure)
+    _readable(FIGURES[name](request.getfixturevalue(study)))
+
+
+def test_numbers_of_many_digits_stand_apart_below_a_narrow_axis(brief):
+    """Three of 0.3975, 0.4000, 0.4025 would have room in all, and none between them."""
+    ends = pd.DataFrame([[0.39609, 0.40469]] * len(brief.arms), index=brief.arms.index)
+    drawn = arm_rows(brief, [Column("", [Dots(ends)])], beside=3.44)
+    numbers = sorted((box.x0, box.x1) for words, box in _words(drawn.figure) if words.startswith("0."))
+    assert min((b - a for (_, a), (b, _) in pairwise(numbers)), default=9.0) > 4
+
+
+def test_the_number_of_seeds_below_a_tall_figure_lies_on_nothing(crowd):
+    arms = [str(arm) for arm in crowd.arms.index]
+    study = replace(crowd, config={**crowd.config, "comparisons": [[arm, arms[0]] for arm in arms[1:]]})
+    study.arms["label"] = [f"GRPO + Routing Replay, learning rate {i}e-4" for i in range(len(arms))]
+    figure = FIGURES["final_reward"](study)
+    assert figure.figure.get_figheight() > 7
+    boxes = dict(_words(figure.figure))
+    (seeds,) = (box for words, box in boxes.items() if words.startswith("n = "))
+    label = boxes["paired difference of final reward"]
+    assert seeds.y1 < label.y0 + 1
+
+
+def _readable(figure):
+    """No word is cut off, none lies on another."""
+    name, boxes = figure.name, _words(figure.figure)
     assert len(boxes) > 5
     page = figure.figure.bbox
     for words, box in boxes:

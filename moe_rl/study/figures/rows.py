@@ -164,13 +164,15 @@ def _draw_column(ax: Axes, data: StudyData, column: Column, places: dict[str, fl
 
 
 def _ticks(ax: Axes) -> None:
-    """As many as their labels leave room for, at most four intervals."""
+    """As many as their labels leave room for, on the axis and between one another, at most four intervals."""
     wide = ax.get_position().width * PAGE
     for most in (4, 3, 2):
         ax.xaxis.set_major_locator(MaxNLocator(most))
         low, high = ax.get_xlim()
         shown = [at for at in ax.get_xticks() if low <= at <= high]
-        if sum(0.06 + LETTER * len(label) for label in ax.xaxis.get_major_formatter().format_ticks(shown)) <= wide:
+        widths = [0.06 + LETTER * len(label) for label in ax.xaxis.get_major_formatter().format_ticks(shown)]
+        apart = wide * min(np.diff(shown), default=high - low) / (high - low)
+        if sum(widths) <= wide and max(widths, default=0.0) <= apart:
             break
 
 
