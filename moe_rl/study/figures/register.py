@@ -92,8 +92,8 @@ class Registered:
                 raise TypeError(f"figure {self.name!r} must return a Drawing, got {type(drawn).__name__}")
             runs, counts = runs if drawn.runs is None else drawn.runs, drawn.numbers()
             words = seeds_words(data, runs, drawn.interval, counts)
-            foot = min(0.01, 0.05 / drawn.figure.get_figheight())  # a share of a tall figure would reach a label
-            drawn.figure.supxlabel(words, x=0.008, y=foot, ha="left", fontsize=6.5, color=GREY)
+            placed = drawn.figure.supxlabel(words, x=0.008, ha="left", fontsize=6.5, color=GREY)
+            placed.set_y(min(0.01, 0.05 / drawn.figure.get_figheight()))  # of a tall figure 0.01 would reach a label
         own = " ".join(part for part in (self.caption, drawn.said) if part)
         noise = NOISE if (data.arms["noise"] > 0).any() else ""
         notes = [*self.notes, *drawn.notes, noise, seeds_note(data, runs, bool(drawn.interval), counts)]

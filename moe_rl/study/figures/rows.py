@@ -23,6 +23,7 @@ from moe_rl.study.words import cut
 EACH = 0.185  # inches per row
 LETTERS = 33
 """Longer labels stand in two lines, smaller."""
+DRAWN = 1.06  # letters are drawn on whole pixels, which is wider than they are
 LETTER = 0.05  # inches that a digit of a tick label takes
 
 
@@ -84,7 +85,7 @@ def arm_rows(
     if longest > LETTERS:
         labels = {arm: in_two_lines(label) for arm, label in labels.items()}
     size = 7 if longest <= LETTERS else 6
-    left = 0.15 + max(inches(label, size) for label in labels.values())
+    left = 0.15 + DRAWN * max(inches(label, size) for label in labels.values())
     gap, head, foot = 0.28, 0.36, 0.5 + below  # half a number of each side stands in a gap
     rows = max([*places.values(), *headings.values()]) + 1
     high = EACH * rows * (1.35 if longest > LETTERS else 1)  # two lines need room

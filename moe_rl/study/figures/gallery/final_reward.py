@@ -11,7 +11,7 @@ from moe_rl.study.comparing import Pair, comparison_table, comparisons
 from moe_rl.study.curves import FAILED, FINAL_STEPS
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.rows import EACH, Column, Dots, Rows, arm_rows, draw_dots, quiet_rows
+from moe_rl.study.figures.rows import DRAWN, EACH, Column, Dots, Rows, arm_rows, draw_dots, quiet_rows
 from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour, inches
 from moe_rl.study.outcomes import OUTCOMES, counts_shown, final_rewards, reward_names
 from moe_rl.study.words import cut
@@ -93,7 +93,7 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair], measured: str)
     total = drawn.figure.get_figheight()
     names = [_name(data, pair) for pair in pairs]
     high, rows = _height(names), _rows(pairs, names)
-    left, foot = min(2.7, 0.15 + max(inches(name, 7) for name in names)), 0.46
+    left, foot = min(2.7, 0.15 + DRAWN * max(inches(name, 7) for name in names)), 0.46
     ax = drawn.figure.add_axes(
         (left / PAGE, foot / total, (PAGE - left - 0.08 - 1.42) / PAGE, EACH * rows / total), facecolor="none"
     )
