@@ -178,6 +178,14 @@ def test_a_comparison_without_a_pair_has_no_difference(tmp_path):
     assert first.text == "GRPO, tight clip − GRPO: –, too few pairs."
 
 
+def test_many_comparisons_with_too_few_pairs_are_counted_in_words(tmp_path):
+    method = {"objective": "grpo", "replay": "none", "noise": 0.0}
+    more = {f"low{i}": ({"label": f"GRPO, {i}", "method": {**method, "clip_low": 0.01 * i}}, 0.8) for i in range(1, 6)}
+    folder = write_study(tmp_path / "s", ("grpo", *more), (0, 1), 6, more=more)
+    (line,) = (line for line in answer(load(folder)).lines if line.text.endswith("too few pairs."))
+    assert line.text == "5 with too few pairs."
+
+
 def test_paper_shows_all_details_and_every_column(folder, browser, tmp_path):
     wide = tmp_path / "wide"
     shutil.copytree(folder, wide)
