@@ -15,11 +15,12 @@ from tempfile import TemporaryDirectory
 
 import pandas as pd
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_rl.drift.floor_run import run_floor
 from moe_rl.drift.options import FloorOptions
 from moe_rl.files import write_atomic
+from moe_rl.policy import ModelConfig
+from moe_rl.policy.models import load_model, load_tokenizer
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.rollout import TaskConfig, make_task, sample
 from moe_rl.rollout.task import problems_of
@@ -37,8 +38,8 @@ def answers(run: Path, prompts: int) -> list[dict[str, str]]:
     task = make_task(TaskConfig(**read_yaml(run / "config.yaml")["task"]))
     problems = problems_of(task, random.Random(SEED), prompts, held_out=True)
     rollout = sample(
-        AutoModelForCausalLM.from_pretrained(run / "checkpoint"),
-        AutoTokenizer.from_pretrained(run / "checkpoint"),
+        load_model(str(run / "checkpoint"), ModelConfig(experts_implementation="grouped_mm")),
+        load_tokenizer(str(run / "checkpoint")),
         problems,
         group_size=1,
         max_new_tokens=task.max_new_tokens,

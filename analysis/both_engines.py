@@ -22,9 +22,10 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_rl.files import write_atomic
+from moe_rl.policy import ModelConfig
+from moe_rl.policy.models import load_model, load_tokenizer
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.rollout import TaskConfig, make_task, score, seeded_generator
 from moe_rl.rollout.engine import Engine, ModelEngine
@@ -38,6 +39,7 @@ from moe_rl.study.result_tables import seed_means
 from moe_rl.study.statistics import compare_paired, judge, student_interval
 from moe_rl.study.words import csv_text
 
+TRANSFORMERS_EXPERTS = ModelConfig(experts_implementation="grouped_mm")
 SEED = 0  # of prompts and sampling, in every run and for all engines
 INTEREST = 0.02
 """Smallest difference of interest in what rounding costs, in units of reward."""
@@ -53,8 +55,8 @@ def rewards(run: Path, prompts: int, engines: dict[str, EngineConfig]) -> dict[s
     config = read_yaml(run / "config.yaml")
     task = make_task(TaskConfig(**config["task"]))
     problems = problems_of(task, random.Random(SEED), prompts, held_out=True)
-    model = AutoModelForCausalLM.from_pretrained(run / "checkpoint")
-    tokenizer = AutoTokenizer.from_pretrained(run / "checkpoint")
+    model = load_model(str(run / "checkpoint"), TRANSFORMERS_EXPERTS)
+    tokenizer = load_tokenizer(str(run / "checkpoint"))
     made: dict[str, Engine] = {"training": ModelEngine(model, tokenizer)}
     made |= {name: make_engine(other, model, tokenizer) for name, other in engines.items()}
     found = {}

@@ -1,7 +1,9 @@
 """docs/extending.md, executed: its diffs apply to a copy of the package, its files are written, and what they add
 works there."""
 
+import json
 import math
+import random
 import re
 import shutil
 import subprocess
@@ -152,6 +154,16 @@ def test_a_reward_of_ones_own_for_a_file_of_answers(own):
     options = {"path": "questions.jsonl", "max_new_tokens": 4}
     task = make_task(TaskConfig("mine.py:Mine", options))
     assert (task.name, task.max_new_tokens, task.reward(Problem("2*21=", "42"), "4")) == ("mine", 4, 0.5)
+    tests = [{"prompt": f"{n}!", "tests": [n, {"of": n}], "seen": 0} for n in range(60)]
+    Path("questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in tests))
+    given = make_task(TaskConfig("mine.py:Mine", {**options, "fields": ["tests"]}))
+    problem = given.problem(random.Random(0))
+    n = int(problem.prompt[:-1])
+    assert (problem.answer, problem.fields) == ("", {"tests": [n, {"of": n}]})
+    other = make_task(TaskConfig("mine.py:Mine", {**options, "fields": ["seen"]}))
+    assert other.identity != given.identity, "other fields are another task"
+    with pytest.raises(TaskError, match="line 1: no field test, which"):
+        make_task(TaskConfig("mine.py:Mine", {**options, "fields": ["test"]})).problem(random.Random(0))
     with pytest.raises(TaskError, match="a reward of your own is a subclass of JsonLines"):
         make_task(TaskConfig("jsonl", {**options, "verifier": "mine.py:reward"}))
 

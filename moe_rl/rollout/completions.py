@@ -229,11 +229,12 @@ def padding_token(tokenizer: Any) -> int:
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> Int[Tensor, " e"]:
-    """Every token that ends a completion: the tokenizer's and those of the model's generation config."""
+    """Every token that ends a completion: the tokenizer's and those of the model's generation config (a negative id
+    stands for none)."""
     ends: set[int] = set()
     for source in (tokenizer, getattr(hf_model(model), "generation_config", None)):
         found = getattr(source, "eos_token_id", None)
-        ends |= set(found if isinstance(found, list | tuple) else [found]) - {None}
+        ends |= {end for end in (found if isinstance(found, list | tuple) else [found]) if end is not None and end >= 0}
     return torch.tensor(sorted(ends), dtype=torch.int64)
 
 

@@ -3,14 +3,14 @@
     {"prompt": "What is 12 * 12?", "answer": "144"}
     {"messages": [{"role": "user", "content": "What is 12 * 12?"}], "answer": 144}
 
-Other fields are ignored. The file is read once, when it is first needed.
+Other fields are ignored, unless `fields` names them. The file is read once, when it is first needed.
 """
 
 import hashlib
 import math
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +55,8 @@ class JsonLines:
     chat: bool = False
     """Give text prompts as a message of the user, through the tokenizer's chat template."""
     max_new_tokens: int = 256
+    fields: Sequence[str] = ()
+    """Further fields that every line has, for a reward of your own: `problem.fields`. Then a line needs no answer."""
 
     name: ClassVar[str] = "jsonl"
 
@@ -67,6 +69,14 @@ class JsonLines:
                 "your own is a subclass of JsonLines (docs/extending.md)"
             )
         require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
+        named = isinstance(self.fields, list | tuple) and all(isinstance(name, str) for name in self.fields)
+        taken = {"prompt", "messages", "answer"} & {*self.fields} if named else set()
+        require(named and not taken, "fields", "a list of names other than prompt, messages and answer", self.fields)
+        if self.fields and type(self) is JsonLines:
+            raise TaskError(
+                f"task.options.fields: the verifier {self.verifier} looks at the answer alone; fields are for a reward "
+                "of your own, in a subclass of JsonLines (docs/extending.md)"
+            )
 
     @cached_property
     def problems(self) -> tuple[list[Problem], list[Problem]]:
@@ -103,7 +113,10 @@ class JsonLines:
     @property
     def identity(self) -> str:
         """A digest of all lines."""
-        return hashlib.sha256(repr(self.problems).encode()).hexdigest()
+        said = repr(self.problems)
+        if self.fields:
+            said += repr([[problem.fields for problem in part] for part in self.problems])
+        return hashlib.sha256(said.encode()).hexdigest()
 
     @property
     def alphabet(self) -> str:
@@ -146,10 +159,14 @@ class JsonLines:
             raise TaskError(f"{where}: expected an object with prompt or messages, and answer; got {line[:80]!r}")
         if ("prompt" in data) == ("messages" in data):
             raise TaskError(f"{where}: expected either prompt or messages, got the fields {', '.join(data) or 'none'}")
+        if missing := [name for name in self.fields if name not in data]:
+            raise TaskError(f"{where}: no field {', '.join(missing)}, which task.options.fields names")
         answer = data.get("answer")
         if isinstance(answer, float) and math.isfinite(answer):
             answer = format(Decimal(repr(answer)), "f")  # 0.00001, not 1e-05, which no completion says
-        if isinstance(answer, bool) or not isinstance(answer, str | int) or not str(answer).strip():
+        if answer is None and self.fields:
+            answer = ""
+        elif isinstance(answer, bool) or not isinstance(answer, str | int) or not str(answer).strip():
             raise TaskError(f"{where}: answer: expected a text or a number, got {answer!r}")
         asked: str | Messages
         if "messages" in data:
@@ -163,7 +180,7 @@ class JsonLines:
             (problem.prompt + problem.answer).encode()
         except UnicodeEncodeError as error:
             raise TaskError(f"{where}: holds half of a character ({error.reason}), which no tokenizer takes") from error
-        return problem
+        return replace(problem, fields={name: data[name] for name in self.fields})
 
 
 def _messages(given: Any, where: str) -> Messages:

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -37,12 +37,14 @@ class Problem:
     answer: for the verifier.
     messages: the prompt as a conversation, for the tokenizer's chat template; None: `prompt` as it stands.
     index: its number in the data set of the task, for a verifier that looks it up; None: it has none.
+    fields: what else the verifier needs, by name, such as test cases; values that JSON has.
     """
 
     prompt: str
     answer: str
     messages: Messages | None = None
     index: int | None = None
+    fields: dict[str, Any] = field(default_factory=dict, hash=False, repr=False)
 
 
 @runtime_checkable

@@ -334,15 +334,15 @@ def kept_whole(problems: list[Problem]) -> list[Problem]:
     """The problems, each of which a checkpoint would give back. Raises TaskError for a subclass, and for an answer that
     JSON has not or has otherwise."""
     for problem in problems:
-        own = [problem.prompt, problem.answer, problem.index]
+        own = [problem.prompt, problem.answer, problem.index, problem.fields]
         try:
             same = type(problem) is Problem and json.loads(json.dumps(own)) == own
         except TypeError:
             same = False
         if not same:
             raise TaskError(
-                "rollout.segment: checkpoints keep problems of unfinished responses, each as a Problem of texts with "
-                f"an index by which a verifier finds the rest; {shortened(repr(problem))} would not come back"
+                "rollout.segment: checkpoints keep problems of unfinished responses, each as a Problem of texts, "
+                f"index and fields that JSON has; {shortened(repr(problem))} would not come back"
             )
     return problems
 

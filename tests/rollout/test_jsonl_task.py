@@ -202,6 +202,8 @@ def test_files_that_cannot_serve(tmp_path):
         ({"max_new_tokens": 0}, "task.options.max_new_tokens: expected at least 1, got 0"),
         ({"pat": "x"}, "jsonl has no such option; did you mean 'path'"),
         ({"chat": "yes"}, "task.options.chat: expected bool, got 'yes'"),
+        ({"fields": "tests"}, "task.options.fields: expected a list of names other than prompt, messages and answer"),
+        ({"fields": ["tests"]}, "task.options.fields: the verifier last_answer looks at the answer alone"),
     ],
 )
 def test_bad_options(options, message):

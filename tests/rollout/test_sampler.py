@@ -9,6 +9,7 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import Problem, TaskConfig, completions, engine, make_task, sample, score
+from moe_rl.rollout.completions import end_tokens
 from moe_rl.rollout.engine import draw_tokens
 from moe_rl.routing import record_routes
 
@@ -278,6 +279,8 @@ def test_wrapped_models_get_their_positions_and_end_tokens():
     assert prefill[:, -1].tolist() == [4, 1, 13, 2, 3]
     assert prefill[1].tolist() == [0] * 13 + [1]
     assert sorted(set(step[:, 0].tolist())) == [2, 3, 4, 5, 14]
+    model.generation_config.eos_token_id = -1  # as some configurations say that there is none
+    assert end_tokens(Wrapper(model), TOKENIZER).tolist() == [TOKENIZER.eos_token_id]
 
 
 def test_sampled_frequencies_are_the_model_s():

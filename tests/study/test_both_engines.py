@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from moe_rl.done import write_done
-from moe_rl.policy import ModelConfig, TinyConfig
+from moe_rl.policy import ModelConfig, ModelError, TinyConfig
 from moe_rl.rollout import TaskConfig
 from moe_rl.rollout.engine_config import EngineConfig
 from moe_rl.study.config import dump_run
@@ -52,6 +52,9 @@ def test_an_engine_of_the_same_arithmetic_earns_the_same_and_every_finished_run_
     (row,) = pd.read_csv(to / "both_engines.csv").to_dict("records")
     assert (row["arm"], row["seed"], row["rounding"]) == ("grpo", 0, "native")
     assert row["training"] == pytest.approx(found["training"], rel=1e-5) and "grpo" in capsys.readouterr().out
+    (run / "checkpoint" / "expert_bias.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="of a run with optim"):
+        SCRIPT["rewards"](run, 64, engines)
     monkeypatch.setattr(sys, "argv", ["both_engines.py", str(tmp_path), "--arms", "gspo"])
     with pytest.raises(SystemExit):
         SCRIPT["main"]()

@@ -78,8 +78,15 @@ def test_problems_that_a_checkpoint_would_not_give_back_are_refused_when_they_ar
     state.task.problem = lambda *given, **options: Mine(**vars(drawn(*given, **options)))
     with pytest.raises(TaskError, match=r"rollout\.segment: checkpoints keep .*Mine.* would not come back"):
         collect_batch(state)
-    state.task.problem = lambda *given, **options: replace(drawn(*given, **options), index=1)
+    state.task.problem = lambda *given, **options: replace(drawn(*given, **options), fields={"tests": (1, 2)})
+    with pytest.raises(TaskError, match="index and fields that JSON has"):
+        collect_batch(state)
+    state.task.problem = lambda *given, **options: replace(drawn(*given, **options), index=1, fields={"tests": [1, 2]})
     assert collect_batch(state)
+    problems = state.drafts[0].problems
+    save_checkpoint(state)
+    load_checkpoint(state)
+    assert state.drafts[0].problems == problems and problems[0].fields == {"tests": [1, 2]}
 
 
 def test_r3_replays_the_route_by_which_the_next_token_was_written(state_of, tmp_path):
