@@ -3,6 +3,7 @@
 import dataclasses
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib as mpl
 import numpy as np
@@ -163,6 +164,15 @@ def test_arms_of_one_method_share_its_colour_and_differ_in_dash(tmp_path, data):
     looks = arm_looks(data, ["gspo", "gspo_noise"])
     assert looks["gspo"][0].colour == looks["gspo_noise"][0].colour
     assert looks["gspo"][0].dash != looks["gspo_noise"][0].dash
+
+
+@pytest.mark.parametrize("method", [*LOOKS, "my_method"])
+def test_no_two_arms_of_a_method_look_the_same(method):
+    names = [f"arm{i}" for i in range(20)]
+    arms = pd.DataFrame({"method": method, "label": names}, index=names)
+    looks = [look for look, _ in arm_looks(SimpleNamespace(arms=arms), names).values()]
+    assert looks[0] == look_of(method) and len(set(looks)) == len(looks)
+    assert len({str(look.dash) for look in looks[:5]}) == len({look.marker for look in looks[:5]}) == 5
 
 
 def test_intervals_of_arms_of_few_and_many_seeds_are_told_apart(tmp_path):

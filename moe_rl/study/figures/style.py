@@ -66,6 +66,7 @@ LOOKS: dict[str, Look] = {
     "grpo_kpop": Look("#6B8E23", (0, (1.2, 1.2)), "v"),
 }
 _SPARE = ("#B8860B", "#5F9EA0", "#A0522D", "#708090", "#C71585", "#6B8E23")
+_MARKERS = "ovs^D"
 _DASHES = ("-", (0, (5, 1.6)), (0, (5, 1.4, 1.2, 1.4)), (0, (1.2, 1.2)), (0, (3, 1, 1, 1, 1, 1)))
 
 
@@ -74,7 +75,15 @@ def look_of(method: str) -> Look:
     if method in LOOKS:
         return LOOKS[method]
     number = zlib.crc32(method.encode())
-    return Look(_SPARE[number % len(_SPARE)], _DASHES[number % len(_DASHES)], "ovs^D"[number % 5])
+    return Look(_SPARE[number % len(_SPARE)], _DASHES[number % len(_DASHES)], _MARKERS[number % 5])
+
+
+def _twin(look: Look, number: int) -> Look:
+    """The look of a method's arm of this number, from 0 on: the same colour with another dash and another marker."""
+    dashes = [look.dash, *(dash for dash in _DASHES if dash != look.dash)]
+    markers = [look.marker, *(marker for marker in _MARKERS if marker != look.marker)]
+    lap, place = divmod(number, len(dashes))
+    return Look(look.colour, dashes[place], markers[(place + lap) % len(markers)])
 
 
 @dataclass(frozen=True)
@@ -103,18 +112,15 @@ def conditions(data: StudyData) -> list[Condition]:
 
 
 def arm_looks(data: StudyData, arms: Sequence[str]) -> dict[str, tuple[Look, str]]:
-    """Look and legend label of arms in one panel; arms of one method share its colour and differ in dash."""
+    """Look and legend label of arms in one panel; arms of one method share its colour and differ in dash and marker."""
     found: dict[str, tuple[Look, str]] = {}
     methods = data.arms.loc[list(arms), "method"]
     for arm in arms:
         method = methods[arm]
         twins = [a for a in arms if methods[a] == method]
-        look = look_of(method)
+        look = _twin(look_of(method), twins.index(arm))
         label = str(data.arms.loc[arm, "label"])
         label = f" {label}" if label.startswith("_") else label  # such a one matplotlib leaves out of legends
-        i = twins.index(arm)
-        if i:
-            look = Look(look.colour, _DASHES[i % len(_DASHES)], "osv^D"[i % 5])
         found[arm] = (look, label)
     return found
 
