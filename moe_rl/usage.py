@@ -84,6 +84,7 @@ def studies_page() -> str:
             "usage: moe-rl study NAME|FILE [options]",
             _rows("studies that come with moe_rl", rows),
             _rows("questions of docs/findings.md, each with the studies that answer it", answers),
+            "To begin: `quick` is the smallest (some three minutes), `replay_vs_gspo` the main study.\n"
             "`moe-rl study NAME --help` shows a study's arms and the options.",
         )
     )
