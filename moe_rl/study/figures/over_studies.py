@@ -65,7 +65,7 @@ def cures_figure(
         rows = table[table["cause"] == cause]
         ax.xaxis.set_major_locator(MaxNLocator(3))
         _differences(ax, rows, rows["row"].map(names.index).astype(float), "row")
-        ax.set_title(cause, fontsize=7)
+        ax.set_title(cause, fontsize=6.2 if len(causes) > 6 else 7)
         ax.grid(axis="y", visible=False)
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
