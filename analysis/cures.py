@@ -15,6 +15,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 GONE = "the cause taken away"
 METHODS = {
     "gone": GONE,
+    "rate": "half the learning rate",
     "replay": "GRPO + R2",
     "live": "GRPO + R2, live loads",
     "r3": "GRPO + R3",
@@ -29,6 +30,7 @@ METHODS = {
     "sapo": "SAPO",
     "dppo": "DPPO",
 }
+MEASURED = "final reward less that of GRPO under the same cause (*: held-out reward)"
 OTHERS = ("gspo", "gmpo", "rspo", "cispo", "sapo")
 
 CAUSES: dict[str, dict[str, Declared]] = {
@@ -51,6 +53,11 @@ CAUSES: dict[str, dict[str, Declared]] = {
         "gspo": ("levers_balance_replay", "gspo_bias1e3", "grpo_bias1e3"),
         **{method: ("methods_bias", method, "grpo") for method in OTHERS if method != "gspo"},
         "dppo": ("methods_bias", "dppo_tv", "grpo"),
+    },
+    "64 updates\non a batch*": {
+        "gone": ("updates_per_batch", "grpo_n4", "grpo_n64"),
+        "rate": ("updates_per_batch_why", "half_n64", "grpo_n64"),
+        **{method: ("updates_per_batch", f"{method}_n64", "grpo_n64") for method in ("replay", "gspo")},
     },
     "Responses of\nseveral versions": {
         "gone": ("methods_stale", "grpo", "grpo_partial"),
@@ -85,4 +92,4 @@ def cures_table() -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    draw_from_results(__doc__, lambda: [cures_figure(cures_table())])
+    draw_from_results(__doc__, lambda: [cures_figure(cures_table(), measured=MEASURED)])

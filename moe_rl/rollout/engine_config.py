@@ -158,7 +158,8 @@ class EngineConfig:
     `vllm`: vLLM in a process of its own, here or elsewhere, synced before each rollout (docs/engines.md).
     `package.module:Class` or `path/to/file.py:Class`: an engine of your own."""
     dtype: str = "bfloat16"
-    """`hf`, `vllm`: `float32` (the control), `bfloat16` or `float16`, of weights and activations."""
+    """`hf`, `vllm`: `float32` (the control), `bfloat16` or `float16`, of weights and activations. `self` has
+    `model.dtype`."""
     experts_implementation: str | None = None
     """`hf` only: `eager`, `grouped_mm`, ...; None: that of the training model."""
     max_batch: Count | None = None
@@ -203,6 +204,11 @@ def check_engine(config: EngineConfig) -> None:
                 f"rollout.engine.{name}: is for kind {' or '.join(kinds)} and would change nothing of kind "
                 f"{config.kind!r}, got {value!r}; set rollout.engine.kind to {kinds[0]}, or leave it out"
             )
+    if config.kind == "self" and config.dtype != EngineConfig.dtype:
+        raise EngineError(
+            f"rollout.engine.dtype: the training model samples, in model.dtype, and {config.dtype!r} would change "
+            "nothing; set rollout.engine.kind to hf, or leave it out"
+        )
     if config.max_batch is not None and config.max_batch < 1:
         raise EngineError(f"rollout.engine.max_batch: at least 1, got {config.max_batch}")
     if not 0 < config.timeout < 1e9:  # what the system's clocks can wait for

@@ -352,16 +352,14 @@ def test_a_closed_engine_has_let_go_of_its_model(model):
         ({"kind": "vlm"}, r"rollout\.engine\.kind: expected one of self, hf, vllm, got 'vlm'"),
         ({"dtype": "bf16"}, r"rollout\.engine\.dtype: expected one of float32, bfloat16, float16, got 'bf16'"),
         ({"router_format": "int8"}, r"rollout\.engine\.router_format: expected one of null, int4, e5m2, got 'int8'"),
-        (
-            {"weight_format": "int8"},
-            r"rollout\.engine\.weight_format: expected one of null, fp8, int4, mxfp4, got 'int8'",
-        ),
+        ({"weight_format": "int8"}, r"engine\.weight_format: expected one of null, fp8, int4, mxfp4, got 'int8'"),
         ({"max_batch": 0}, r"rollout\.engine\.max_batch: at least 1, got 0"),
         (
             {"kind": "self", "weight_format": "int4"},
             r"engine\.weight_format: is for kind hf and .* of kind 'self', got 'int4'",
         ),
         ({"kind": "a.py:B", "router_format": "e5m2"}, r"engine\.router_format: is for kind hf and .* of kind 'a.py:B'"),
+        ({"kind": "self", "dtype": "float32"}, r"engine\.dtype: the training model samples.*'float32' would change"),
         ({"kind": "self", "max_batch": 4}, r"engine\.max_batch: is for kind hf or vllm and .* of kind 'self', got 4"),
     ],
 )
