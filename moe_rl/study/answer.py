@@ -173,7 +173,8 @@ def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
         )
         return Line("Do the arms differ?", "Not compared", none_declared if given == [] else none_finished)
     verdicts = [pair.result.verdict for pair in pairs]
-    words = f"{sum(pair.result.apart for pair in pairs)} of {count(len(pairs), 'comparison')} resolved"
+    apart, equal = sum(pair.result.apart for pair in pairs), verdicts.count(Verdict.EQUIVALENT)
+    words = f"{apart} of {count(len(pairs), 'comparison')} told apart" + (f", {equal} told equal" if equal else "")
     named = [
         f"{_named(data, pair)}: {_difference(pair)}, {pair.result.verdict}"
         for pair in pairs

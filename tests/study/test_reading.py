@@ -217,8 +217,8 @@ def test_the_first_answer_follows_the_verdicts():
         ("Did GRPO need replay?", "Too few seeds"),
         ("Did GSPO do without replay?", "Too few seeds"),
     ]
-    other = answer(_many())
-    assert (other.lines[0].question, other.lines[0].answer) == ("Do the arms differ?", "1 of 7 comparisons resolved")
+    other = answer(_many()).lines[0]
+    assert (other.question, other.answer) == ("Do the arms differ?", "1 of 7 comparisons told apart, 1 told equal")
 
 
 def test_an_answer_that_holds_under_noise_alone_says_so():
@@ -241,7 +241,7 @@ def test_few_comparisons_are_named_though_they_are_not_resolved():
         {n: {"method": m} for n, m in zip(("grpo", "grpo_replay"), arms.values(), strict=True)},
     )
     line = answer(study).lines[0]
-    assert (line.question, line.answer) == ("Do the arms differ?", "0 of 1 comparison resolved")
+    assert (line.question, line.answer) == ("Do the arms differ?", "0 of 1 comparison told apart")
     assert line.text.endswith(" − GRPO: +0.000, not resolved.")
 
 
