@@ -112,8 +112,12 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
                 return selector(call, place)
     _, k, chosen, _ = seen.ranked[-1]
     if chosen.numel() != rows * k:
+        added = "; tokens that a model adds itself, as prompt tuning does, are not supported"
         raise refused(
-            tap, index, f"its last topk ranks {tuple(chosen.shape)}, expected one row for each of {rows} tokens"
+            tap,
+            index,
+            f"its last topk ranks {tuple(chosen.shape)}, expected one row for each of {rows} tokens"
+            f"{added if chosen.numel() > rows * k else ''}",
         )
     return selector(len(seen.ranked) - 1)
 

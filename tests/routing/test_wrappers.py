@@ -5,6 +5,7 @@ import torch
 from routing_helpers import disturbed, hooked, moe, routes_of, tokens
 
 from moe_rl.routing import (
+    UnsupportedModelError,
     find_sites,
     record_routes,
     replay_routes,
@@ -75,4 +76,12 @@ def test_peft_models_share_site_names_with_the_bare_model(adapted: str) -> None:
     }
     with wrapped.disable_adapter():
         assert routes_of(wrapped, inputs).equal(routes)
+    assert not hooked(wrapped)
+
+
+def test_prompt_tuning_is_refused_by_its_name() -> None:
+    peft = pytest.importorskip("peft")
+    wrapped = peft.get_peft_model(moe(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(UnsupportedModelError, match="as prompt tuning does, are not supported"):
+        routes_of(wrapped, tokens())
     assert not hooked(wrapped)
