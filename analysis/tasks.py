@@ -88,7 +88,7 @@ MANY_UPDATES: Comparisons = {
     "GRPO, 64 updates − 4": everywhere("updates_per_batch:grpo_n64:grpo_n4"),
     "Replay − GRPO, 64 updates": everywhere("updates_per_batch:replay_n64:grpo_n64"),
     "GSPO − GRPO, 64 updates": everywhere("updates_per_batch:gspo_n64:grpo_n64"),
-    "Half the learning rate − GRPO, 64 updates": everywhere(
+    "Half the rate − GRPO, 64 updates": everywhere(
         "updates_per_batch:half_n64:grpo_n64", "updates_per_batch_why:half_n64:grpo_n64"
     ),
 }

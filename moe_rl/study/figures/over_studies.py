@@ -61,11 +61,12 @@ def cures_figure(
     """
     causes, names = (list(table[column].cat.categories) for column in ("cause", "row"))
     drawn, (axes,) = panels(1, len(causes), 1.0 + ROW * len(names), WIDTH, sharex=one_scale, sharey=True)
+    narrow = len(causes) > 6
     for ax, cause in zip(axes, causes, strict=True):
         rows = table[table["cause"] == cause]
-        ax.xaxis.set_major_locator(MaxNLocator(3))
+        ax.xaxis.set_major_locator(MaxNLocator(2 if narrow else 3))
         _differences(ax, rows, rows["row"].map(names.index).astype(float), "row")
-        ax.set_title(cause, fontsize=6.2 if len(causes) > 6 else 7)
+        ax.set_title(cause, fontsize=6.2 if narrow else 7)
         ax.grid(axis="y", visible=False)
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
