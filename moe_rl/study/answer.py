@@ -83,7 +83,7 @@ def _need(data: StudyData, pairs: Sequence[Pair], failures: str) -> Line:
         Verdict.HIGHER: "yes",
         Verdict.LOWER: "no, replay ended lower",
         Verdict.EQUIVALENT: "no",
-        Verdict.SMALL: "a small difference",
+        Verdict.SMALL: "replay ended a little {}",
         Verdict.NOT_RESOLVED: "not resolved",
         Verdict.TOO_FEW: "too few seeds",
     }
@@ -98,7 +98,7 @@ def _without(data: StudyData, pairs: Sequence[Pair], failures: str) -> Line:
         Verdict.HIGHER: "yes, ended higher",
         Verdict.LOWER: "no, ended lower",
         Verdict.EQUIVALENT: "yes, ended as high",
-        Verdict.SMALL: "a little higher or lower",
+        Verdict.SMALL: "ended a little {}",
         Verdict.NOT_RESOLVED: "not resolved",
         Verdict.TOO_FEW: "too few seeds",
     }
@@ -112,7 +112,7 @@ def _answers(data: StudyData, pairs: Sequence[Pair], words: dict[Verdict, str], 
     several = len({pair.noise for pair in pairs}) < len(pairs)
     by_name = len({pair.other for pair in pairs}) < len(pairs)
     for pair in pairs:
-        word = words[pair.result.verdict]
+        word = words[pair.result.verdict].format("higher" if pair.result.difference.estimate > 0 else "lower")
         if against and not several and pair.result.verdict not in (Verdict.NOT_RESOLVED, Verdict.TOO_FEW):
             other = "GRPO + Routing Replay" if _methods(data, pair)[1] == REPLAY else "GRPO"
             word += f" {'as' if pair.result.verdict == Verdict.EQUIVALENT else 'than'} {other}"
