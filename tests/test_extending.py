@@ -17,6 +17,7 @@ import torch
 from moe_rl.objectives import GATES, Objective, policy_loss, token_weights
 from moe_rl.rollout import Problem, TaskConfig, TaskError, make_task
 from moe_rl.rollout.engines import EngineConfig
+from moe_rl.rollout.jsonl_task import JsonLines
 from moe_rl.training import train
 from moe_rl.training.method import resolve_method
 
@@ -160,6 +161,8 @@ def test_a_reward_of_ones_own_for_a_file_of_answers(own):
     problem = given.problem(random.Random(0))
     n = int(problem.prompt[:-1])
     assert (problem.answer, problem.fields) == ("", {"tests": [n, {"of": n}]})
+    with pytest.raises(TaskError, match="fields are for a `reward` of your own"):
+        type("Named", (JsonLines,), {"name": "named"})(path="questions.jsonl", fields=["tests"])
     other = make_task(TaskConfig("mine.py:Mine", {**options, "fields": ["seen"]}))
     assert other.identity != given.identity, "other fields are another task"
     with pytest.raises(TaskError, match="line 1: no field test, which"):

@@ -72,10 +72,10 @@ class JsonLines:
         named = isinstance(self.fields, list | tuple) and all(isinstance(name, str) for name in self.fields)
         taken = {"prompt", "messages", "answer"} & {*self.fields} if named else set()
         require(named and not taken, "fields", "a list of names other than prompt, messages and answer", self.fields)
-        if self.fields and type(self) is JsonLines:
+        if self.fields and type(self).reward is JsonLines.reward:
             raise TaskError(
-                f"task.options.fields: the verifier {self.verifier} looks at the answer alone; fields are for a reward "
-                "of your own, in a subclass of JsonLines (docs/extending.md)"
+                f"task.options.fields: the verifier {self.verifier} looks at the answer alone; fields are for a "
+                "`reward` of your own, in a subclass of JsonLines (docs/extending.md)"
             )
 
     @cached_property

@@ -331,8 +331,8 @@ def _saved_parts(folder: Path, name: str) -> dict[str, Any]:
 
 
 def kept_whole(problems: list[Problem]) -> list[Problem]:
-    """The problems, each of which a checkpoint would give back. Raises TaskError for a subclass, and for an answer that
-    JSON has not or has otherwise."""
+    """The problems, each of which a checkpoint would give back. Raises TaskError for a subclass, and for an answer or a
+    field that JSON has not or has otherwise."""
     for problem in problems:
         own = [problem.prompt, problem.answer, problem.index, problem.fields]
         try:
