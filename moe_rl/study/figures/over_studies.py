@@ -64,9 +64,11 @@ def cures_figure(
     narrow = len(causes) > 6
     for ax, cause in zip(axes, causes, strict=True):
         rows = table[table["cause"] == cause]
-        ax.xaxis.set_major_locator(MaxNLocator(2 if narrow else 3))
+        ax.xaxis.set_major_locator(MaxNLocator(3))
         _differences(ax, rows, rows["row"].map(names.index).astype(float), "row")
         ax.set_title(cause, fontsize=6.2 if narrow else 7)
+        if narrow:
+            ax.tick_params(axis="x", labelsize=5.5)
         ax.grid(axis="y", visible=False)
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
