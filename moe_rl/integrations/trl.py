@@ -112,6 +112,11 @@ class _RoutingReplay(ReplayTrainer):
             raise RoutingError(
                 "models with images are not supported: replay with more than rows of tokens was not tried"
             )
+        if self.use_transformers_continuous_batching and self.args.eval_strategy != "no":
+            raise RoutingError(
+                "use_transformers_continuous_batching leaves the model in train mode, so that TRL takes an evaluation "
+                "for training: leave one out (eval_strategy='no')"
+            )
         if self._listening:
             refuse_unsampled(self)
         self._probe_sequences = self.args.per_device_train_batch_size if probe_sequences is None else probe_sequences
