@@ -193,6 +193,14 @@ def test_a_loss_of_its_own_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("replay", ["none", "R2"])
+def test_a_reward_function_that_leaves_the_model_in_eval_mode_is_an_error(replay, tmp_path):
+    trainer = make(routing_replay(GRPOTrainer), tmp_path, options={"replay": replay})
+    trainer.reward_funcs = [lambda completions, **_: [float(trainer.model.eval().training) for _ in completions]]
+    with pytest.raises(RoutingError, match=r"in eval mode \(did a reward function call model.eval\(\)\?\)"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("replay", ["none", "R2"])
 @pytest.mark.parametrize(
     "settings", [{"steps_per_generation": 2, "gradient_accumulation_steps": 2}, {"steps_per_generation": 1}]
 )
@@ -221,6 +229,12 @@ def test_other_trainers_are_refused():
     for twice in (routing_replay(GRPOTrainer), own):
         with pytest.raises(TypeError, match=f"{twice.__name__} is made by routing_replay already"):
             routing_replay(twice)
+
+
+def test_an_older_trl_is_refused(monkeypatch):
+    monkeypatch.setattr("trl.__version__", "0.29.1")  # that ms-swift pins
+    with pytest.raises(RoutingError, match=r"TRL 0.29.1 .* pip install 'trl>=1.16'"):
+        routing_replay(type("Own", (GRPOTrainer,), {}))
 
 
 def test_a_model_with_images_is_refused(tmp_path):
