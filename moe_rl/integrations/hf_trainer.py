@@ -174,7 +174,8 @@ class ReplayTrainer(Trainer):
         loss = super().training_step(*args, **kwargs)
         if len(self._measures.minibatches) == before:
             raise RoutingError(
-                f"{self._bare.__name__} took a training step around its own loss: nothing was measured or replayed"
+                f"{self._bare.__name__} took a training step around its own loss, or in eval mode (did a reward "
+                "function call model.eval()?): nothing was measured or replayed"
             )
         self._measures.loss += float(loss) - sum(one.aux_share for one in self._measures.minibatches[before:])
         return loss

@@ -63,8 +63,8 @@ def routing_replay(
     batch's first micro-batch twice more after each update.
 
     Raises (when the trainer is made): RoutingError for options out of their ranges; settings under which the ratio is 1
-    by construction; dropout; padding-free batches, sequence parallelism, Liger's loss, dynamic numbers of samples and
-    images, whose forwards are not one call on the rows of the micro-batch.
+    by construction; dropout; padding-free batches, sequence parallelism, the losses of Liger and CHORD, dynamic numbers
+    of samples (once a batch was sampled) and images, whose forwards are not one call on the rows of the micro-batch.
     """
     needed = ("_prepare_batch_inputs", "_get_per_token_logps_and_entropies", "compute_loss")
     missing = [name for name in needed if not hasattr(trainer_class, name)]
@@ -94,6 +94,7 @@ class _RoutingReplay(ReplayTrainer):
     def _prepare_batch_inputs(self: Any, samples: Any) -> Any:
         if not self.model.training:  # evaluation
             return super()._prepare_batch_inputs(samples)
+        refuse(self)  # how many samples a multi-turn scheduler makes, ms-swift knows only now
         batches, scorings = self._with_scorings(partial(super()._prepare_batch_inputs, samples))
         for batch in batches:
             routes = self._scoring_of(scorings, batch["grpo_batch"].old_per_token_logps).routes
@@ -156,12 +157,14 @@ class _RoutingReplay(ReplayTrainer):
 
 def refuse(trainer: Any) -> None:
     """RoutingError for settings of ms-swift whose forwards are not one call on the rows of a micro-batch."""
+    chord = getattr(trainer, "chord_sft_iterator", None) is not None
     reasons = {
         "padding_free=True packs sequences into one row": trainer.template.padding_free,
         "sequence parallelism splits rows": trainer.template.sequence_parallel_size > 1,
         "use_liger_kernel with GRPO scores by another way than it trains": getattr(trainer, "use_liger_loss", False),
         "a dynamic number of samples (multi-turn) splits micro-batches": getattr(trainer, "dynamic_num_samples", False),
         "a model with images": trainer.is_multimodal,
+        "CHORD's loss calls the model on texts of its own, too": chord,
     }
     for reason, present in reasons.items():
         if present:

@@ -20,6 +20,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from moe_rl.integrations.hf_trainer import ReplayTrainer, Scoring, objective_of, refuse_wrapped
@@ -31,6 +32,8 @@ from moe_rl.objectives import sequence_log_ratio
 from moe_rl.objectives.bounds import COUNT_OR_NONE
 from moe_rl.routing import RoutedExperts, RoutingError, attach, record_routes, replay_routes
 
+OLDEST = "1.16"
+"""Of TRL, whose trainer was read; what newer ones change is found by the checks while they train."""
 ROWS = "routing_rows"
 """Key of the row numbers in TRL's batch."""
 _LOG = logging.getLogger(__name__)
@@ -62,10 +65,10 @@ def routing_replay(trainer_class: type) -> Any:
 
     Raises (when the trainer is made):
         TypeError: not a GRPOTrainer. AsyncGRPOTrainer computes its loss elsewhere.
-        RoutingError: a `replay` that is not known; other options out of their ranges; settings under which the ratio is
-            1 by construction; dropout; R3 or `measure_engine` without a source of routes; and, while it trains,
-            whatever would be a step without replay, or under routes of another policy, and an engine to be measured
-            that gives no routes or no log-probabilities.
+        RoutingError: TRL before 1.16; a `replay` that is not known; other options out of their ranges; settings under
+            which the ratio is 1 by construction; dropout; R3 or `measure_engine` without a source of routes; and, while
+            it trains, whatever would be a step without replay, or under routes of another policy, and an engine to be
+            measured that gives no routes or no log-probabilities.
     """
     import trl
 
@@ -74,6 +77,10 @@ def routing_replay(trainer_class: type) -> Any:
         why = "it has a loss and batches of its own, and scores no old policy" if "Async" in name else "it is none"
         raise TypeError(f"routing_replay takes trl.GRPOTrainer or a subclass of it, got {name}: {why}")
     refuse_wrapped(trainer_class)
+    if Version(trl.__version__) < Version(OLDEST):
+        raise RoutingError(
+            f"TRL {trl.__version__} scores and trains otherwise than what was read here: pip install 'trl>={OLDEST}'"
+        )
     return type(f"RoutingReplay{trainer_class.__name__}", (_RoutingReplay, trainer_class), {"_bare": trainer_class})
 
 
@@ -111,6 +118,11 @@ class _RoutingReplay(ReplayTrainer):
         if self._is_vlm:
             raise RoutingError(
                 "models with images are not supported: replay with more than rows of tokens was not tried"
+            )
+        if self.use_transformers_continuous_batching and self.args.eval_strategy != "no":
+            raise RoutingError(
+                "use_transformers_continuous_batching leaves the model in train mode, so that TRL takes an evaluation "
+                "for training: leave one out (eval_strategy='no')"
             )
         if self._listening:
             refuse_unsampled(self)

@@ -120,7 +120,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
     ),
     "update": (
         UPDATE,
-        M("loss", "1", "the objective's loss on the minibatch, to be minimised; without the load-balancing loss. In TRL less its entropy bonus (`entropy_coef`), in ms-swift with its SDAR and CHORD losses, where these are on"),
+        M("loss", "1", "the objective's loss on the minibatch, to be minimised; without the load-balancing loss. In TRL less its entropy bonus (`entropy_coef`), in ms-swift with its SDAR loss, where this is on"),
         M("lr", "1", "learning rate, warm-up included"),
         M("grad_norm", "1", "global L2 norm of the gradient before clipping"),
         M("skipped", "boolean", "its gradient was not finite and no weight was moved", when="such an update, `optim.on_nonfinite: skip`"),

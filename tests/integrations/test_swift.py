@@ -158,6 +158,7 @@ def test_another_pass_than_the_old_policys_is_an_error():
         (None, "use_liger_loss", True, "use_liger_kernel with GRPO"),
         (None, "dynamic_num_samples", True, "a dynamic number of samples"),
         (None, "is_multimodal", True, "a model with images"),
+        (None, "chord_sft_iterator", iter(()), "CHORD's loss calls the model on texts of its own"),
     ],
 )
 def test_refused(place, name, value, said):
@@ -168,6 +169,17 @@ def test_refused(place, name, value, said):
 
     with pytest.raises(RoutingError, match=said):
         make("R2", Set)
+
+
+def test_a_dynamic_number_of_samples_is_refused_when_it_is_known():
+    class Split(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            self.dynamic_num_samples = True  # of what the scheduler returned
+            return super()._generate_and_score_completions(inputs)
+
+    trainer = make("R2", Split)
+    with pytest.raises(RoutingError, match="a dynamic number of samples"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from moe_rl.routing import RoutedExperts, RoutingError, change_counts, record_ro
 pytest.importorskip("trl", reason="needs `pip install '.[trl]'`")
 
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
+from datasets import Dataset
 from routing_helpers import moe
 from tiny_trl import CHANGES, MEASURED, TINY, TOKENIZER, equal, logged, make, replayed_all, spying, trained
 from trl import GRPOTrainer
@@ -61,8 +62,6 @@ SETTINGS["luspo"] = {"loss_type": "luspo", "importance_sampling_level": "sequenc
 def test_replay_is_exact_under(name, tmp_path):
     options = {"replay": "R2", "probe_sequences": 0}
     if "evaluation" in name:
-        from datasets import Dataset
-
         options["eval_dataset"] = Dataset.from_dict({"prompt": ["^1+2=", "^34+5="]})
     trainer = trained(routing_replay(spying(GRPOTrainer)), tmp_path, options=options, **SETTINGS[name])
     assert replayed_all(trainer)
@@ -194,6 +193,14 @@ def test_a_loss_of_its_own_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("replay", ["none", "R2"])
+def test_a_reward_function_that_leaves_the_model_in_eval_mode_is_an_error(replay, tmp_path):
+    trainer = make(routing_replay(GRPOTrainer), tmp_path, options={"replay": replay})
+    trainer.reward_funcs = [lambda completions, **_: [float(trainer.model.eval().training) for _ in completions]]
+    with pytest.raises(RoutingError, match=r"in eval mode \(did a reward function call model.eval\(\)\?\)"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("replay", ["none", "R2"])
 @pytest.mark.parametrize(
     "settings", [{"steps_per_generation": 2, "gradient_accumulation_steps": 2}, {"steps_per_generation": 1}]
 )
@@ -224,6 +231,12 @@ def test_other_trainers_are_refused():
             routing_replay(twice)
 
 
+def test_an_older_trl_is_refused(monkeypatch):
+    monkeypatch.setattr("trl.__version__", "0.29.1")  # that ms-swift pins
+    with pytest.raises(RoutingError, match=r"TRL 0.29.1 .* pip install 'trl>=1.16'"):
+        routing_replay(type("Own", (GRPOTrainer,), {}))
+
+
 def test_a_model_with_images_is_refused(tmp_path):
     class Images(GRPOTrainer):
         def __init__(self, *args, **kwargs):
@@ -232,6 +245,14 @@ def test_a_model_with_images_is_refused(tmp_path):
 
     with pytest.raises(RoutingError, match="models with images are not supported"):
         make(routing_replay(Images), tmp_path, options=MEASURED)
+
+
+def test_evaluation_with_continuous_batching_is_refused_before_training(tmp_path):
+    """Its generation leaves the model in train mode: TRL then evaluates on the training's buffer."""
+    settings = {"use_transformers_continuous_batching": True, "eval_strategy": "steps", "eval_steps": 1}
+    options = {**MEASURED, "eval_dataset": Dataset.from_dict({"prompt": ["^1+2=", "^34+5="]})}
+    with pytest.raises(RoutingError, match="TRL takes an evaluation for training"):
+        make(routing_replay(GRPOTrainer), tmp_path, options=options, **settings)
 
 
 def test_unknown_replay_is_refused(tmp_path):
