@@ -258,7 +258,10 @@ def volatility_figure(table: pd.DataFrame, measured: str = "final reward") -> St
     axes = grid.ravel()
     known = table.drop_duplicates("label")
     number = known.groupby("method", sort=False).cumcount()
-    looks = {row["label"]: twin(look_of(row["method"]), number[i]) for i, row in known.iterrows()}
+    looks = {
+        label: twin(look_of(str(method)), int(twins))
+        for label, method, twins in zip(known["label"], known["method"], number, strict=True)
+    }
     for ax, source in zip(axes, sources, strict=False):
         lines_of = list(table[table["source"] == source].groupby("label", sort=False))
         apart = min(APART, WIDEST / len(lines_of))
