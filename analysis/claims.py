@@ -32,10 +32,10 @@ CLAIMS: dict[str, dict[str, Declared]] = {
         "GRPO + R2 − GRPO, noise 0.05": ("replay_vs_gspo", "grpo_replay", "grpo_noise05"),
     },
     "Off-policy, replay and a clip are essential": {
-        "GRPO + R2 − GRPO, 16 updates a batch": ("updates_per_batch", "replay_n16", "grpo_n16"),
-        "GRPO + R2 − GRPO, 64 updates a batch": ("updates_per_batch", "replay_n64", "grpo_n64"),
+        "GRPO + R2 − GRPO, 16 updates a batch*": ("updates_per_batch", "replay_n16", "grpo_n16"),
+        "GRPO + R2 − GRPO, 64 updates a batch*": ("updates_per_batch", "replay_n64", "grpo_n64"),
         "GRPO + R2 − GRPO, waited two steps": ("lag", "replay_lag2", "grpo_lag2"),
-        "No clip − GRPO, 64 updates a batch": ("updates_per_batch", "unclipped_n64", "grpo_n64"),
+        "No clip − GRPO, 64 updates a batch*": ("updates_per_batch", "unclipped_n64", "grpo_n64"),
     },
     "GSPO tolerates the engine's log-probs": {
         "GSPO, ratio to a bf16 engine − to the old policy": ("engine_mismatch", "gspo_rollout", "gspo_old"),
@@ -57,8 +57,9 @@ CLAIMS: dict[str, dict[str, Declared]] = {
         "Decoupled − ratio to the writer, reversing": ("decoupled_reverse", "decoupled_partial", "writer_partial"),
     },
 }
-"""Statement -> comparison -> where it was declared."""
+"""Statement -> comparison (`*`: of held-out reward) -> where it was declared."""
+MEASURED = "difference of final reward (*: held-out reward)"
 
 
 if __name__ == "__main__":
-    draw_from_results(__doc__, lambda: [claims_figure(published_differences(RESULTS, CLAIMS))])
+    draw_from_results(__doc__, lambda: [claims_figure(published_differences(RESULTS, CLAIMS), measured=MEASURED)])

@@ -24,6 +24,8 @@ LABELS = {
     "dppo": "DPPO",
     "live": "GRPO + R2, bias on live loads",
 }
+METHOD_OF = {"live": "grpo_replay"}
+"""A method that is another one with a difference, and looks like it but for dash and marker."""
 OTHERS = {method: method for method in ("gmpo", "rspo", "cispo", "sapo")}
 
 
@@ -69,7 +71,7 @@ SOURCES: dict[str, list[Condition]] = {
         Condition("methods_noise", "grpo", {**OTHERS, "dppo": "dppo_tv"}),
     ],
     "Selection noise,\nordinary routers": _noise("selection_noise", "noise05", "noise10", "noise20"),
-    "Near-tied routers:\nfrozen, rate x 0.1, x 1": [
+    "Near-tied routers:\nfrozen, rate × 0.1, × 1": [
         *_alone("levers_router", "grpo_frozen", "grpo_tenth"),
         *_suffixed("levers_router", "full"),
         Condition("methods_router", "grpo", {**OTHERS, "dppo": "dppo_tv"}),
@@ -84,7 +86,7 @@ SOURCES: dict[str, list[Condition]] = {
         *_alone("minibatches", "grpo_n1"),
         *_suffixed("minibatches", "n4", "n8", "n16"),
     ],
-    "Updates per batch:\n4, 16, 64, near-tied": [
+    "Updates per batch*:\n4, 16, 64, near-tied": [
         *_alone("updates_per_batch", "grpo_n4"),
         *(
             Condition(
@@ -135,11 +137,12 @@ def volatility_table() -> pd.DataFrame:
             else:
                 share = pd.read_csv(folder / "volatility.csv").set_index("arm")["slots_rerouted"]
             for method, arm in condition.arms.items():
-                about = {"source": source, "study": condition.study, "arm": arm, "method": method}
+                about = {"source": source, "study": condition.study, "arm": arm}
                 ends = finals.loc[arm, ["n", "final", "low", "high"]].to_dict()
-                rows.append({**about, "label": LABELS[method], "slots_rerouted": share[condition.measured], **ends})
+                about |= {"method": METHOD_OF.get(method, method), "label": LABELS[method]}
+                rows.append({**about, "slots_rerouted": share[condition.measured], **ends})
     return pd.DataFrame(rows)
 
 
 if __name__ == "__main__":
-    draw_from_results(__doc__, lambda: [volatility_figure(volatility_table())])
+    draw_from_results(__doc__, lambda: [volatility_figure(volatility_table(), "final reward (*: held-out reward)")])

@@ -2,11 +2,13 @@
 
 import runpy
 import shutil
+from io import BytesIO
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import yaml
+from matplotlib.image import imread
 
 from moe_rl.study.figures.over_studies import claims_figure, cures_figure
 from moe_rl.study.published import published_differences, published_repetitions, repetitions
@@ -101,3 +103,27 @@ def test_each_statement_has_its_comparisons_below_it_and_every_repetition_a_mark
     marks = ax.collections[-1].get_offsets()
     assert [x for x, _ in marks] == list(table["difference"])
     assert [labels[round(y)] for _, y in marks] == list(table["comparison"])
+
+
+@pytest.mark.parametrize("name", ["old_token_tasks", "many_update_tasks", "int4_tasks"])
+def test_the_longest_heading_ends_before_the_edge_of_the_picture(name):
+    title, declared = runpy.run_path(str(ROOT / "analysis" / "tasks.py"))["FIGURES"][name]
+    picture = imread(BytesIO(claims_figure(published_differences(RESULTS, declared), name, title).render("png")))
+    assert (picture[:, :5, :3] == 1).all(), "bold letters begin at the very edge, or are cut off"
+
+
+def test_a_star_stands_at_the_statements_comparisons_of_held_out_reward():
+    for comparisons in runpy.run_path(str(ROOT / "analysis" / "claims.py"))["CLAIMS"].values():
+        for name, (study, *_) in comparisons.items():
+            measured = pd.read_csv(RESULTS / study / "final_reward.csv").get("measured", pd.Series(dtype=str))
+            assert name.endswith("*") == (measured == "held out").any(), name
+
+
+def test_pictures_say_what_bars_filled_marks_and_grey_are(script):
+    bars, filled = "bar: 95 % interval over seeds", "; filled: higher or lower by the rules of its study"
+    table = script["cures_table"]()
+    assert cures_figure(table).figure.get_supxlabel().endswith(f"\n{bars}{filled}")
+    told = table.rename(columns={"cause": "claim", "row": "comparison"})
+    assert claims_figure(told).figure.get_supxlabel() == f"{bars}{filled}; grey: within 0.05"
+    untold = told.assign(verdict="")
+    assert claims_figure(untold, interest=0.02).figure.get_supxlabel() == f"{bars}; grey: within 0.02"

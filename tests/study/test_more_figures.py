@@ -367,3 +367,17 @@ def test_the_noise_floor_stands_beside_the_change_rates(data):
     assert "of the updates, not of arithmetic" not in words, "the floor is not zero here"
     assert noise_floor(data).empty
     assert "noise floor" not in expert_change(data).caption
+
+
+def test_blocks_lengths_are_the_ticks_of_the_design_effect(data):
+    for ax in FIGURES["design_effect"](data).figure.axes:
+        lines = {line.get_label(): line for line in ax.lines}
+        assert set(ax.get_xticks()) == set(lines["a block moves as one"].get_xdata()[-4:])
+
+
+def test_one_step_has_its_interval_and_a_mark_for_the_natural_replay_run(tmp_path):
+    made = FIGURES["reward"](load(write_study(tmp_path / "one", seeds=(0, 1, 2), steps=1, sequences=8)))
+    natural, noisy = made.figure.axes
+    bars = [path.vertices for lines in natural.collections for path in lines.get_paths() if len(path.vertices) == 2]
+    assert len(bars) == 3 and all(low < high for (_, low), (_, high) in bars), "a band of one point has no width"
+    assert all(line.get_marker() not in ("", "None") for line in noisy.lines if "natural run" in line.get_label())

@@ -264,6 +264,7 @@ def test_score_by_minibatches_is_the_declared_reward_and_names_each_kind_of_arm(
     for run in data.runs:
         of = copy.deepcopy(run.config)
         of["optim"]["num_minibatches"] = 8 if run.arm == "gspo" else 2
+        of["method"]["objective"] = "grpo"
         runs.append(replace(run, config=of))
     drawn = minibatches(replace(data, config=config, runs=tuple(runs)))
     ends = run_outcomes(replace(data, config=config)).groupby("arm")["held_out"].mean()
@@ -271,3 +272,7 @@ def test_score_by_minibatches_is_the_declared_reward_and_names_each_kind_of_arm(
     assert drawn.frame.set_index("arm")["mean"].to_dict() == pytest.approx(ends.to_dict())
     assert drawn.figure.axes[0].get_ylabel() == "held-out reward"
     assert "GRPO without a clip" in {text.get_text() for text in drawn.figure.findobj(Text)}
+    marks = {line.get_label(): line for line in drawn.figure.axes[0].lines}
+    one, other = marks["GRPO"], marks["GRPO without a clip"]
+    assert [*one.get_xdata(), *other.get_xdata()] == [2, 8], "an arm alone at its N stands at it"
+    assert one.get_color() == other.get_color() and one.get_marker() != other.get_marker()

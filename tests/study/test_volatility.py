@@ -42,3 +42,18 @@ def test_each_source_is_a_panel_and_each_method_stands_at_its_own_reward(script)
     natural = table[(table["study"] == "replay_vs_gspo") & (table["method"] == "gspo")]
     assert list(drawn["GSPO"].get_ydata()) == list(natural["final"])
     assert list(drawn["GSPO"].get_xdata()) == pytest.approx(list(100 * natural["slots_rerouted"]))
+
+
+def test_no_two_labels_have_one_colour_and_marker_and_methods_differ_in_colour(script):
+    table = script["volatility_table"]()
+    lines = {line.get_label(): line for ax in volatility_figure(table).figure.axes for line in ax.lines}
+    known = table.drop_duplicates("label").set_index("label")["method"]
+    assert set(known.index) <= set(lines)
+    assert len({(lines[label].get_color(), lines[label].get_marker()) for label in known.index}) == len(known)
+    assert len({lines[label].get_color() for label in known.index}) == known.nunique()
+
+
+def test_a_star_stands_where_the_reward_is_held_out(script):
+    for source, rows in script["volatility_table"]().groupby("source"):
+        finals = [pd.read_csv(ROOT / f"docs/results/{study}/final_reward.csv") for study in rows["study"].unique()]
+        assert ("*" in source) == any("held out" in set(final.get("measured", ())) for final in finals)

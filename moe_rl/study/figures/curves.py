@@ -92,7 +92,10 @@ def draw_seeds(
     if table.shape[1] > 1:
         if thin and table.shape[1] <= THIN_LINES:
             ax.plot(x, table, color=look.colour, lw=0.6, alpha=0.45)
-        ax.fill_between(x, low, high, color=look.colour, alpha=0.16, lw=0)
+        if len(x) > 1:
+            ax.fill_between(x, low, high, color=look.colour, alpha=0.16, lw=0)
+        else:  # a band of one point has no width
+            ax.vlines(x, low, high, color=look.colour, alpha=0.4, lw=2.4)
     style = {"color": look.colour, "ls": look.dash, "marker": look.marker, "markevery": (start, every), **line}
     return ax.plot(x, mean, label=label, **style)[0]
 
@@ -227,7 +230,9 @@ def curves(
         draw_arms(ax, data, one.arms, tables, thin=thin, **how)
         if one.stand_in in tables:  # by construction the replay run under noise: its mean, pale
             look, label = arm_looks(data, [str(one.stand_in)])[str(one.stand_in)]
-            table, style = scale * tables[str(one.stand_in)], {"ls": look.dash, "lw": 0.9, "alpha": 0.6}
+            table = scale * tables[str(one.stand_in)]
+            style: dict[str, Any] = {"ls": look.dash, "lw": 0.9, "alpha": 0.6}
+            style["marker"] = "" if len(table) > 1 else look.marker  # one point makes no line
             mean = over_seeds(table, geometric, floor)[0]
             ax.plot(table.index, mean, color=look.colour, label=f"{label}, its natural run", **style)
         step_axis(ax, xlabel if ax.xaxis.get_tick_params().get("labelbottom", True) else "")

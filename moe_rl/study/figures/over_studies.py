@@ -14,7 +14,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
-from moe_rl.study.figures.style import GREY, INK, PAGE, WIDTH, legend_above, look_of, panels
+from moe_rl.study.figures.style import GREY, INK, PAGE, WIDTH, legend_above, look_of, panels, twin
 from moe_rl.study.statistics import INTEREST, Verdict
 
 ROW = 0.24  # inches, of a method
@@ -60,7 +60,7 @@ def cures_figure(
         one_scale: whether all panels have the same range.
     """
     causes, names = (list(table[column].cat.categories) for column in ("cause", "row"))
-    drawn, (axes,) = panels(1, len(causes), 1.0 + ROW * len(names), WIDTH, sharex=one_scale, sharey=True)
+    drawn, (axes,) = panels(1, len(causes), 1.12 + ROW * len(names), WIDTH, sharex=one_scale, sharey=True)
     narrow = len(causes) > 6
     for ax, cause in zip(axes, causes, strict=True):
         rows = table[table["cause"] == cause]
@@ -72,7 +72,7 @@ def cures_figure(
         ax.grid(axis="y", visible=False)
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
-    drawn.supxlabel(measured, fontsize=7.5)
+    drawn.supxlabel(f"{measured}\n{_said_of_marks(table)}", fontsize=7.5)
     marks = "Filled: higher or lower by the rules of its study, that is resolved from 0 and 0.05 at least; open: not"
     caption = f"{REPETITIONS} {marks}; blank: not run. {caption}"
     return StudyFigure(name, title, caption, drawn, table)
@@ -98,7 +98,7 @@ def claims_figure(
     lines: list[tuple[str, str]] = []
     for claim, rows in table.groupby("claim", sort=False):
         lines += [(str(claim), ""), *((str(claim), str(name)) for name in rows["comparison"].unique())]
-    drawn, ((ax,),) = panels(1, 1, 0.7 + ROW * len(lines), WIDTH)
+    drawn, ((ax,),) = panels(1, 1, 0.9 + ROW * len(lines), WIDTH)
     cell = pd.Series(list(zip(table["claim"], table["comparison"], strict=True)), index=table.index)
     ax.axvspan(-interest, interest, color=GREY, alpha=0.15, lw=0, zorder=0)
     _differences(ax, table.assign(cell=cell), cell.map(lines.index).astype(float), "cell")
@@ -109,9 +109,21 @@ def claims_figure(
     ax.grid(axis="y", visible=False)
     ax.set_ylim(len(lines) - 0.5, -0.5)
     ax.set_xlabel(measured)
-    drawn.set_layout_engine("constrained", w_pad=0.12)  # inches: bold labels are wider than it takes them for
+    marks = f"{_said_of_marks(table)}; grey: within {interest}"
+    drawn.supxlabel(marks, x=0.008, ha="left", fontsize=6.5, color=GREY)
     caption = f"{caption} Grey: within {interest}, the smallest difference of interest."
     return StudyFigure(name, title, caption, drawn, table)
+
+
+def _said_of_marks(table: pd.DataFrame) -> str:
+    """What bars and filled marks are, in the picture itself, which may be shown without its caption."""
+    words = "bar: 95 % interval over seeds"
+    return f"{words}; filled: higher or lower by the rules of its study" if _told(table).any() else words
+
+
+def _told(table: pd.DataFrame) -> pd.Series:
+    """Of which rows the verdict tells a direction."""
+    return table["verdict"].isin([Verdict.HIGHER, Verdict.LOWER])
 
 
 def _differences(ax: Axes, rows: pd.DataFrame, places: pd.Series, cell: str) -> None:
@@ -121,7 +133,7 @@ def _differences(ax: Axes, rows: pd.DataFrame, places: pd.Series, cell: str) -> 
     places = places + REPEATED * (3 / size).clip(upper=1) * (repetition.cumcount() - (size - 1) / 2)
     ax.axvline(0, color=INK, lw=0.8, zorder=1)
     ax.hlines(places, rows["low"], rows["high"], color=GREY, lw=1.6, alpha=0.5, zorder=2)
-    fill = [INK if one else "white" for one in rows["verdict"].isin([Verdict.HIGHER, Verdict.LOWER])]
+    fill = [INK if one else "white" for one in _told(rows)]
     ax.scatter(rows["difference"], places, s=11, c=fill, edgecolors=INK, linewidths=0.8, zorder=3)
 
 
@@ -231,26 +243,34 @@ LINEAR = 1.0  # %; below it the axis is linear, so that 0 has a place
 
 
 @styled
-def volatility_figure(table: pd.DataFrame) -> StudyFigure:
+def volatility_figure(table: pd.DataFrame, measured: str = "final reward") -> StudyFigure:
     """Mean final reward with its interval by method, against what share of the slots a condition re-routes.
 
     Args:
         table: columns source (a panel), condition, method, label, slots_rerouted (a share), final, low, high; rows in
-            the order in which they are drawn. The conditions of a source and method are joined by a line.
+            the order in which they are drawn. The conditions of a source and label are joined by a line; labels of one
+            method share its colour and differ in dash and marker.
+        measured: the name of the axis of rewards.
     """
     sources = list(table["source"].unique())
     lines = -(-len(sources) // COLUMNS)
     drawn, grid = panels(lines, COLUMNS, 0.5 + 1.75 * lines, WIDTH, sharex=True, sharey=True)
     axes = grid.ravel()
+    known = table.drop_duplicates("label")
+    number = known.groupby("method", sort=False).cumcount()
+    looks = {
+        label: twin(look_of(str(method)), int(twins))
+        for label, method, twins in zip(known["label"], known["method"], number, strict=True)
+    }
     for ax, source in zip(axes, sources, strict=False):
-        methods = list(table[table["source"] == source].groupby("method", sort=False))
-        apart = min(APART, WIDEST / len(methods))
-        for i, (method, rows) in enumerate(methods):
-            look, x = look_of(str(method)), 100 * rows["slots_rerouted"]
-            aside = ScaledTranslation(apart * (i - (len(methods) - 1) / 2) / 72, 0, drawn.dpi_scale_trans)
+        lines_of = list(table[table["source"] == source].groupby("label", sort=False))
+        apart = min(APART, WIDEST / len(lines_of))
+        for i, (label, rows) in enumerate(lines_of):
+            look, x = looks[label], 100 * rows["slots_rerouted"]
+            aside = ScaledTranslation(apart * (i - (len(lines_of) - 1) / 2) / 72, 0, drawn.dpi_scale_trans)
             place = {"color": look.colour, "transform": ax.transData + aside}
             ax.vlines(x, rows["low"], rows["high"], lw=2.0, alpha=0.35, **place)
-            style = {"lw": 0.9, "mec": "white", "mew": 0.5, "ms": 4.5, "zorder": 3, "label": rows["label"].iloc[0]}
+            style = {"lw": 0.9, "mec": "white", "mew": 0.5, "ms": 4.5, "zorder": 3, "label": label}
             ax.plot(x, rows["final"], look.marker, ls=look.dash, **style, **place)
         ax.set_title(source, fontsize=7)
     for ax in axes[len(sources) :]:
@@ -262,8 +282,8 @@ def volatility_figure(table: pd.DataFrame) -> StudyFigure:
     axes[0].set_xlim(-0.4, 100)
     axes[0].set_ylim(0, 1)
     axes[0].set_yticks(np.linspace(0, 1, 5), ["0", "", "0.5", "", "1"])
-    drawn.supxlabel("slots re-routed, %", fontsize=7.5)
-    drawn.supylabel("final reward", fontsize=7.5)
+    drawn.supxlabel("slots re-routed, %\nbar: 95 % interval over seeds", fontsize=7.5)
+    drawn.supylabel(measured, fontsize=7.5)
     legend_above(drawn, axes[: len(sources)])
     caption = (
         "Slots re-routed: by the update forward of GRPO without replay, against the old policy, pooled over all "

@@ -78,7 +78,7 @@ def look_of(method: str) -> Look:
     return Look(_SPARE[number % len(_SPARE)], _DASHES[number % len(_DASHES)], _MARKERS[number % 5])
 
 
-def _twin(look: Look, number: int) -> Look:
+def twin(look: Look, number: int) -> Look:
     """The look of a method's arm of this number, from 0 on: the same colour with another dash and another marker."""
     dashes = [look.dash, *(dash for dash in _DASHES if dash != look.dash)]
     markers = [look.marker, *(marker for marker in _MARKERS if marker != look.marker)]
@@ -118,7 +118,7 @@ def arm_looks(data: StudyData, arms: Sequence[str]) -> dict[str, tuple[Look, str
     for arm in arms:
         method = methods[arm]
         twins = [a for a in arms if methods[a] == method]
-        look = _twin(look_of(method), twins.index(arm))
+        look = twin(look_of(method), twins.index(arm))
         label = str(data.arms.loc[arm, "label"])
         label = f" {label}" if label.startswith("_") else label  # such a one matplotlib leaves out of legends
         found[arm] = (look, label)

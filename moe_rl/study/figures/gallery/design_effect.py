@@ -38,6 +38,7 @@ def design_effect(data: StudyData) -> Drawing:
     drawn = curves(data, tables, "design effect", "tokens averaged", thin=False, ylim=(0, top), above=0.2)
     lengths = np.array(sorted(table["length"].unique()))
     for ax in drawn.axes:
+        ax.set_xticks(lengths[-4:])  # each is twice the one before: shorter ones would stand on one another
         ax.plot(lengths, lengths, color=PALE, lw=0.9, ls=(0, (1, 2)), zorder=1, label="a block moves as one")
         ax.axhline(1, color=PALE, lw=0.9, zorder=1)
     drawn.legend()

@@ -133,4 +133,15 @@ def _write_cells(ax: Axes, values: np.ndarray, top: float, most: int = 48) -> No
         for (i, j), value in np.ndenumerate(values):
             if np.isfinite(value):
                 ink = ON_DARK_CELL if value > 0.6 * top else ON_LIGHT_CELL
-                ax.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=6.5, color=ink)
+                ax.text(j, i, cell_number(value), ha="center", va="center", fontsize=6.5, color=ink)
+
+
+def cell_number(value: float) -> str:
+    """A rate, in %, in at most four letters, so that neighbours stand apart.
+
+    >>> [cell_number(value) for value in (0.0, 0.001, 0.0623, 0.5, 8.24, 41.6, 100.0)]
+    ['0', '<.01', '0.06', '0.5', '8.2', '42', '100']
+    """
+    if 0 < value < 0.005:
+        return "<.01"
+    return f"{value:.0f}" if value >= 10 else f"{round(value, 2):.2g}"

@@ -7,7 +7,7 @@ from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.gallery.dose_response import draw_marks, interval_table
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, look_of, panels
+from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, look_of, panels, twin
 from moe_rl.study.outcomes import reward_names, run_outcomes
 
 
@@ -33,16 +33,21 @@ def minibatches(data: StudyData) -> Drawing:
     if name == "final reward":
         titles = {"final": f"final (last {FINAL_STEPS} steps)", "peak": f"peak (best {FINAL_STEPS} steps)"}
     drawn, (axes,) = panels(1, len(titles), 2.9, PAGE, sharex=True, sharey=True)
-    parts, drawn_methods = [], set()
-    labels = seeds["label"].nunique()
-    for i, (label, rows) in enumerate(seeds.groupby("label", sort=False)):
-        beside = 1.09 ** (i - (labels - 1) / 2)  # arms of one N stand side by side, not on one another
-        method = rows["method"].iloc[0]
-        look = look_of(method if method not in drawn_methods else str(label))
-        drawn_methods.add(method)
+    parts, drawn_methods = [], []
+    labels_of = seeds.groupby("updates")["label"].unique().map(list)
+    for label, rows in seeds.groupby("label", sort=False):
+        method = str(rows["method"].iloc[0])
+        look = twin(look_of(method), drawn_methods.count(method))
+        drawn_methods.append(method)
+        # arms of one N stand side by side about it, not on one another
+        beside = {
+            n: 1.09 ** (names.index(label) - (len(names) - 1) / 2) for n, names in labels_of.items() if label in names
+        }
         for ax, y in zip(axes, titles, strict=True):
             table = interval_table(rows, "updates", y).sort_values("updates")
-            means, values = (part.assign(updates=beside * part["updates"]) for part in (table, rows))
+            means, values = (
+                part.assign(updates=part["updates"] * part["updates"].map(beside)) for part in (table, rows)
+            )
             draw_marks(ax, means, values, "updates", y, look, str(label))
             parts.append(table.assign(quantity=y, method=method))
     counts = sorted(seeds["updates"].unique())
