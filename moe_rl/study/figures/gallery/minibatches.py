@@ -33,7 +33,8 @@ def minibatches(data: StudyData) -> Drawing:
     if name == "final reward":
         titles = {"final": f"final (last {FINAL_STEPS} steps)", "peak": f"peak (best {FINAL_STEPS} steps)"}
     drawn, (axes,) = panels(1, len(titles), 2.9, PAGE, sharex=True, sharey=True)
-    parts, drawn_methods = [], []
+    parts: list[pd.DataFrame] = []
+    drawn_methods: list[str] = []
     labels_of = seeds.groupby("updates")["label"].unique().map(list)
     for label, rows in seeds.groupby("label", sort=False):
         method = str(rows["method"].iloc[0])
