@@ -226,7 +226,8 @@ def watch_verb(arguments: list[str]) -> None:
         open: bool = False
         """Open the page in the browser."""
         once: bool = False
-        """Serve nothing: print the alarms so far. Exit status 3: one crossed, or a reward collapsed; 1: an error."""
+        """Serve nothing: print the alarms so far. Exit status 3: one crossed, a reward collapsed, or the metric of an
+        alarm of the study's own is null; 1: an error."""
 
     options = parse(Options, arguments, "moe-rl watch")
     if options.once and (options.port or options.open):

@@ -284,12 +284,12 @@ class ProbeConfig:
     floor: bool = True
     """Before the first update, unless `every` is 0, score the probed responses again with the same weights: once more,
     in other batch shapes, with another experts implementation, in bf16. What differs then is arithmetic, below which no
-    change rate means anything. Costs four forwards of the subset and, meanwhile, a bf16 copy of the weights."""
+    change rate means anything. Costs five forwards of the subset and, meanwhile, a bf16 copy of the weights."""
     gradients: bool = False
     """Also compare, at the steps that `every` names and on the probed responses, the gradient of the arm's loss under
     live routing with that under the old policy's routes: cosine and norms, by layer and of the routers, and the cosine
-    between two halves of the responses. Costs four forwards and backwards of the subset per update, and four gradients
-    in memory. One process only."""
+    between two halves of the responses. Costs three forwards and backwards of the subset per update, and four
+    gradients in memory. One process only."""
     decompose_every: Whole = 0
     """Steps between steps after whose updates the log-ratio of the probed responses is split into weights, routes and
     their interaction, also by routing site (0: never). Keeps a CPU copy of the weights during such a step; costs 3 + 2L
