@@ -100,7 +100,8 @@ def study_verb(arguments: list[str]) -> None:
         cold_starts: Path = Path("runs") / "cold_starts"
         """Where cold-started models are kept; studies share them."""
         workers: int = 0
-        """Runs at a time, one thread each; 0: one per core (one in all on a GPU), or all as jobs."""
+        """Runs at a time, one thread each; 0: one per core (one in all on a GPU, or with the vLLM of another machine),
+        or all as jobs."""
         launcher: Literal["processes", "slurm", "submitit-local"] = "processes"
         """Where runs are made: by processes of this machine, or as jobs of a Slurm cluster through submitit, which the
         same command submits, watches and finds again. submitit-local: the same jobs without a cluster, to try them."""

@@ -171,10 +171,11 @@ class OptimConfig:
     num_minibatches: Count = 4
     """Updates per batch (GSPO paper, section 5.1: four)."""
     micro_batch: Count | None = None
-    """Responses per forward, with or without backward; None takes the whole minibatch. Responses of like length
-    share a forward, which then has little padding; with `share_prompts` those of one prompt do. The same
-    gradient up to rounding (those of 16 bits add up in 16 bits), but for what is defined on a forward: the balancing
-    loss (`aux_loss_coef`), bnpo's local mean, and selection noise (`method.noise`), drawn for each: another run."""
+    """Responses per forward, with or without backward; None takes the whole minibatch, and 256 where a batch is scored.
+    Responses of like length share a forward, which then has little padding; with `share_prompts` those of one prompt
+    do. The same gradient up to rounding (those of 16 bits add up in 16 bits), but for what is defined on a forward: the
+    balancing loss (`aux_loss_coef`), bnpo's local mean, and selection noise (`method.noise`), drawn for each: another
+    run."""
     share_prompts: bool = False
     """Responses to one prompt share it in updates, and in the scoring of steps that no probe follows: a forward of
     P + G (R - 1) tokens instead of G (P + R) with padding (`moe_rl.measure.shared_prompts`). The same gradient up to
