@@ -100,7 +100,8 @@ def study_verb(arguments: list[str]) -> None:
         cold_starts: Path = Path("runs") / "cold_starts"
         """Where cold-started models are kept; studies share them."""
         workers: int = 0
-        """Runs at a time, one thread each; 0: one per core (one in all on a GPU), or all as jobs."""
+        """Runs at a time, one thread each; 0: one per core (one in all on a GPU, or with the vLLM of another machine),
+        or all as jobs."""
         launcher: Literal["processes", "slurm", "submitit-local"] = "processes"
         """Where runs are made: by processes of this machine, or as jobs of a Slurm cluster through submitit, which the
         same command submits, watches and finds again. submitit-local: the same jobs without a cluster, to try them."""
@@ -226,7 +227,8 @@ def watch_verb(arguments: list[str]) -> None:
         open: bool = False
         """Open the page in the browser."""
         once: bool = False
-        """Serve nothing: print the alarms so far. Exit status 3: one crossed, or a reward collapsed; 1: an error."""
+        """Serve nothing: print the alarms so far. Exit status 3: one crossed, a reward collapsed, or the metric of an
+        alarm of the study's own is null; 1: an error."""
 
     options = parse(Options, arguments, "moe-rl watch")
     if options.once and (options.port or options.open):

@@ -21,9 +21,10 @@ class DriftOptions:
     prompts: Path
     """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]} or
     tokens (samples.jsonl of an earlier call); the same as columns of a .parquet; or a .txt of one text per line.
-    Completions are measured where there are any, else the whole text."""
+    Completions are measured where there are any (of messages, the assistant's last turn), else the whole text."""
     output: Path | None = None
-    """Folder to write; by default runs/drift/OLD_vs_NEW. An earlier comparison there is replaced."""
+    """Folder to write; by default runs/drift/OLD_vs_NEW, of a series FIRST_to_LAST. An earlier comparison there is
+    replaced."""
     sample: int | None = None
     """Have OLD, of a series the first, write so many responses to each prompt, and measure these instead: then ratios
     and k3 are those of RL, which samples from the old policy. Completions in the file are not used, of a text all is
@@ -43,13 +44,14 @@ class DriftOptions:
     device: str | None = None
     """cpu, cuda, cuda:1, mps; by default the GPU if there is one."""
     per_site: bool = True
-    """Also take the log-ratio apart by routing site: two more forwards for each of them (--no-per-site)."""
+    """Of two checkpoints: also take the log-ratio apart by routing site, two more forwards for each of them
+    (--no-per-site)."""
     gate_swap: bool = True
     """Also route with the routers of one on the body of the other: which of the two moves the selection
     (--no-gate-swap)."""
     one_at_a_time: bool = False
-    """Hold one model in memory instead of two: three passes and a cache on disk, the same numbers. Taken by itself
-    where two do not fit."""
+    """Of two checkpoints: hold one in memory instead of both, three passes and a cache on disk, the same numbers. Taken
+    by itself where two do not fit. A series always does."""
     floor_sequences: int = 64
     """Noise floor: score OLD again in other arithmetic (repeated, other batch shapes, other experts implementation, a
     bf16 copy) on the first batches, until this many sequences; 0 leaves it out."""
@@ -102,7 +104,7 @@ class CompareOptions:
     before and after an update. No model is loaded. Says how many slots, sites and tokens changed, how even the load of
     the experts is on both sides and, where both files have log-probabilities, how far these are apart; names what is no
     change of routing: all zeros, a shift, permuted layers, physical ids, duplicates, routes of other tokens. Exit
-    status 1 if it finds such a fault, else 0."""
+    status 1 if it finds such a fault, or no token to compare, else 0."""
 
     old: Annotated[Path, Positional, arg(metavar="OLD")]
     """.safetensors (RoutedExperts.save, or tokens and routed_experts), .npz, .jsonl (a sequence per line), .pt (a dump
@@ -110,7 +112,8 @@ class CompareOptions:
     new: Annotated[Path, Positional, arg(metavar="NEW")]
     """A file of any of these kinds, of the same tokens."""
     output: Path | None = None
-    """Folder to write compare.json and sites.csv to. An earlier comparison there is replaced, other files are not."""
+    """Folder to write compare.json and sites.csv to. An earlier comparison there is replaced; a folder that holds
+    anything else is refused."""
     experts: int | None = None
     """How many experts a layer has, for their load; by default what the files say, if they do."""
     top_k: int | None = None
@@ -132,7 +135,7 @@ class FloorOptions:
     prompts: Path
     """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]} or
     tokens (samples.jsonl of moe-rl drift); the same as columns of a .parquet; or a .txt of one text per line.
-    Completions are measured where there are any, else the whole text."""
+    Completions are measured where there are any (of messages, the assistant's last turn), else the whole text."""
     output: Path | None = None
     """Folder to write; by default runs/floor/MODEL. An earlier one there is replaced."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")

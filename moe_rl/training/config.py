@@ -171,10 +171,11 @@ class OptimConfig:
     num_minibatches: Count = 4
     """Updates per batch (GSPO paper, section 5.1: four)."""
     micro_batch: Count | None = None
-    """Responses per forward, with or without backward; None takes the whole minibatch. Responses of like length
-    share a forward, which then has little padding; with `share_prompts` those of one prompt do. The same
-    gradient up to rounding (those of 16 bits add up in 16 bits), but for what is defined on a forward: the balancing
-    loss (`aux_loss_coef`), bnpo's local mean, and selection noise (`method.noise`), drawn for each: another run."""
+    """Responses per forward, with or without backward; None takes the whole minibatch, and 256 where a batch is scored.
+    Responses of like length share a forward, which then has little padding; with `share_prompts` those of one prompt
+    do. The same gradient up to rounding (those of 16 bits add up in 16 bits), but for what is defined on a forward: the
+    balancing loss (`aux_loss_coef`), bnpo's local mean, and selection noise (`method.noise`), drawn for each: another
+    run."""
     share_prompts: bool = False
     """Responses to one prompt share it in updates, and in the scoring of steps that no probe follows: a forward of
     P + G (R - 1) tokens instead of G (P + R) with padding (`moe_rl.measure.shared_prompts`). The same gradient up to
@@ -284,12 +285,12 @@ class ProbeConfig:
     floor: bool = True
     """Before the first update, unless `every` is 0, score the probed responses again with the same weights: once more,
     in other batch shapes, with another experts implementation, in bf16. What differs then is arithmetic, below which no
-    change rate means anything. Costs four forwards of the subset and, meanwhile, a bf16 copy of the weights."""
+    change rate means anything. Costs five forwards of the subset and, meanwhile, a bf16 copy of the weights."""
     gradients: bool = False
     """Also compare, at the steps that `every` names and on the probed responses, the gradient of the arm's loss under
     live routing with that under the old policy's routes: cosine and norms, by layer and of the routers, and the cosine
-    between two halves of the responses. Costs four forwards and backwards of the subset per update, and four gradients
-    in memory. One process only."""
+    between two halves of the responses. Costs three forwards and backwards of the subset per update, and four
+    gradients in memory. One process only."""
     decompose_every: Whole = 0
     """Steps between steps after whose updates the log-ratio of the probed responses is split into weights, routes and
     their interaction, also by routing site (0: never). Keeps a CPU copy of the weights during such a step; costs 3 + 2L

@@ -40,7 +40,8 @@ class Probe:
         live: measure change rates, variances, router scores; two forwards of the part per update.
         decompose: split the log-ratio into weights, routes and their interaction, see `Decomposition`.
         loss: of some of the probed responses, with the forward; its gradients under live and under the old routes are
-            compared. Four forwards and backwards, and as many copies of the weights' size. One process only.
+            compared. Three forwards and backwards, one of them in halves, and four copies of the weights' size. One
+            process only.
         tables: keep what the tables of tokens and routes hold.
 
     Attributes:
