@@ -12,7 +12,7 @@
     { key: "changed", from: ["probe", "slots_changed and slots"], title: "Experts changed", note: "% of slots, last update of a step, live", percent: true, floor: true },
     { key: "clipped", mode: "share", from: ["update", "clipped_tokens and tokens"], title: "Clipped tokens", note: "% of a step’s tokens, log axis", percent: true, log: true },
     { key: "vartoken", from: ["probe", "var_token_natural"], title: "Variance of token log-ratios", note: "nats², after a step’s last update, routed live, log axis", log: true },
-    { key: "varsequence", from: ["probe", "var_sequence_natural"], title: "Variance of sequence log-ratios", note: "of means per token, nats², as beside, log axis", log: true },
+    { key: "varsequence", from: ["probe", "var_sequence_natural"], title: "Variance of sequence log-ratios", note: "of means per token, nats², last update, routed live, log axis", log: true },
     { key: "grad", mode: "mean", from: ["update", "grad_norm"], title: "Gradient norm", note: "before clipping, mean of a step’s updates, log axis", log: true },
     { key: "length", from: ["rollout", "response_length"], title: "Response length", note: "tokens, mean over a step’s responses" },
     { key: "entropy", from: ["probe", "entropy"], title: "Entropy", note: "nats per token, after a step’s last update" },
