@@ -45,7 +45,7 @@ def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) 
     - `max_token_kl_mean`, `max_token_kl_max`: over sequences, of the largest r - 1 - d of a sequence's tokens, nats.
       Differs: TRM (arXiv 2512.23075) bounds the KL of whole distributions; this is of the sampled token alone.
 
-    NaN without tokens. Raises ValueError for shapes that differ, or a mask that is no mask.
+    NaN without tokens, counts 0. Raises ValueError for shapes that differ, or a mask that is no mask.
 
     >>> d = torch.tensor([[1.0, 8.0], [1.0, 8.0]], dtype=torch.float64).log()
     >>> metrics = ratio_metrics(d, torch.ones(2, 2, dtype=torch.bool))
@@ -186,7 +186,8 @@ def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tens
     - `margin_p10`, `margin_median`: of s_(k) - s_(k+1) under the new weights over all (token, site) pairs, in
       router-logit units (nearest rank). A selection bias is not in it.
     - `shift_over_margin`: median of (largest change of a logit, their mean removed) over half the old margin; a
-      choice for which it is below 1 could not have changed.
+      choice for which it is below 1 could not have changed, unless groups of experts are chosen first.
+    Without tokens, and where all experts are taken, margins and shift are left out.
     """
     pairs = list(zip(old, new, strict=True))
     if not pairs:

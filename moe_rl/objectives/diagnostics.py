@@ -44,8 +44,8 @@ M = Metric
 
 _GSPO = "arXiv 2507.18071"
 _REF, _ENGINE, _CORRECTED, _RSPO = (
-    "a reference policy",
-    "rollout log-probabilities",
+    "a reference policy, not DPO",
+    "rollout log-probabilities in the loss",
     "engine corrections",
     "objective rspo",
 )

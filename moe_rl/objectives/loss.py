@@ -108,7 +108,7 @@ def policy_loss(
         ref_logps: reference policy; needed iff `kl_coef` is not 0.
         rollout_logps: the rollout engine's log-probabilities of the same tokens; needed for anchor="rollout"
             and for engine corrections. If given, the gap between the engines is in the metrics.
-        route_weight: RSPO's router-shift weight gamma in (0, 1]; needed iff `objective.route_weight` is set.
+        route_weight: RSPO's router-shift weight gamma in [0, 1]; needed iff `objective.route_weight` is set.
         total_sequences, total_tokens: denominators over all micro-batches and processes that share one
             optimiser step (rows with at least one token; unmasked tokens). The sum of the micro-batch losses
             is then exactly the loss of the whole batch. Where gradients are averaged over processes, multiply

@@ -157,8 +157,9 @@ def record_routes(model: nn.Module) -> Iterator[Recording]:
     of one text differ at equal weights. To compare, record in eval mode or without any
     (`moe_rl.measure.randomness.turn_off_randomness`).
 
-    Raises UnsupportedModelError for a model that fails the self-check (run once per model), RoutingError for one that
-    was compiled without `attach`, for packed continuous batching, and for a forward in which a router did not run.
+    Raises UnsupportedModelError for a model that fails the self-check (run once in train and once in eval mode),
+    RoutingError for one that was compiled without `attach`, for packed continuous batching, and for a forward in which
+    a router did not run.
     """
     tap, names = acquire(model)
     recording = Recording(tap.routers(names))

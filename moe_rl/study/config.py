@@ -53,7 +53,8 @@ class StudyConfig:
     notes: str = ""
     comparisons: tuple[tuple[str, str], ...] | None = None
     """Pairs of arms [treatment, control] that the study is to compare: one family, fixed before it is run. None: each
-    arm of a condition with the first, where they differ in one thing; the report says that they were not declared."""
+    arm of a condition with the first, where they differ in the method alone or in something else alone; the report says
+    that they were not declared."""
     outcome: Outcome = "sampled"
     """What a final reward is, and with it what is compared: the mean of the last steps, of responses that the rollout
     engine samples; or the held-out reward of the last policy, whose responses the training engine samples."""

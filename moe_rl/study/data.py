@@ -52,8 +52,9 @@ class StudyData:
     `timings`: seconds of each step. `engines`: the gap between rollout and training engine, one row per `pair`; empty
     where one engine did both. `decompositions`: the log-ratio split into weights, routes and their interaction, where
     the study asked for it. `floors`: what changes with equal weights, one row per `variant`. `tokens` is read on first
-    use, `roundings` are the same study under other CPU kernels, `route_files` lists what `RoutedExperts.load` opens.
-    `not_started` names runs that the study declares and that have no folder yet, `notes` what was odd while reading.
+    use, `roundings` are the same study under other CPU kernels, `route_files` lists the stored routes, for
+    `moe_rl.training.route_tables.read_route_table`. `not_started` names runs that the study declares and that have no
+    folder yet, `notes` what was odd while reading.
     """
 
     name: str

@@ -32,7 +32,8 @@ def rules(interest: float = INTEREST) -> list[str]:
         "last policy, and a comparison with such an arm is of held-out rewards.",
         "Two arms are compared seed by seed, over their finished runs, with the seeds they share. The comparisons are "
         "those that the study file declares, before it is run; where it declares none, each arm of a condition is "
-        "compared with the first if they differ in one thing, and the report says that they are undeclared.",
+        "compared with the first if they differ in the method alone or in something else alone, and the report says "
+        "that they are undeclared.",
         f"From {FEWEST} pairs on: Student's 95 % interval of the paired differences, the sign-flip test of no "
         "difference (exact up to 16 pairs, above that over 2^15 drawn sign patterns) and the two one-sided t tests of "
         "equivalence; both p are adjusted by Holm over the comparisons of the study that have "
