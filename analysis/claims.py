@@ -33,6 +33,7 @@ CLAIMS: dict[str, dict[str, Declared]] = {
     },
     "Off-policy, replay and a clip are essential": {
         "GRPO + R2 − GRPO, 16 updates a batch*": ("updates_per_batch", "replay_n16", "grpo_n16"),
+        "GRPO + R2 − GRPO, 16 updates a batch, thirty seeds*": ("replay_n16", "replay", "grpo"),
         "GRPO + R2 − GRPO, 64 updates a batch*": ("updates_per_batch", "replay_n64", "grpo_n64"),
         "GRPO + R2 − GRPO, waited two steps": ("lag", "replay_lag2", "grpo_lag2"),
         "No clip − GRPO, 64 updates a batch*": ("updates_per_batch", "unclipped_n64", "grpo_n64"),
