@@ -275,7 +275,7 @@ var moeRL = window.moeRL || (window.moeRL = {});
       const { make, number } = moeRL;
       const { response, index } = this;
       const old = response.old_experts[t], changes = response.new_experts[t], shares = Boolean(response.old_gates);
-      const percent = (share) => (share === null ? "" : `${number(100 * share, 2)}\u00a0%`);
+      const percent = (share) => (share === null ? "" : `${number(100 * share, 2)} %`);
       const chip = (id, kind, word) => make("span", { class: `tv-expert ${kind}`, title: word }, id < 0 ? "live" : String(id));
       const order = old.map((_, l) => l);
       if (old.length > 16) order.sort((a, b) => (b in changes) - (a in changes) || a - b); // many sites: changed ones first
