@@ -65,8 +65,8 @@ def root_page() -> str:
             "usage: moe-rl COMMAND ...",
             "Why is reinforcement learning of Mixture-of-Experts language models unstable? Record which experts are\n"
             "chosen, replay them, train GRPO, GRPO + Routing Replay and GSPO under one loop, and measure what differs.",
-            _rows("commands", SUMMARY),
-            _rows("options", {"--version": "print the version"}),
+            _rows("commands:", SUMMARY),
+            _rows("options:", {"--version": "print the version"}),
             "To begin: `moe-rl study` lists the studies that come with it, `moe-rl study quick` runs the smallest.\n"
             "`moe-rl COMMAND --help` explains a command.",
         )
@@ -74,17 +74,32 @@ def root_page() -> str:
 
 
 def studies_page() -> str:
-    """`moe-rl study` alone: the shipped studies and their questions."""
+    """`moe-rl study` alone: the shipped studies, each under the first question of docs/findings.md that it answers."""
     places = shipped_studies()
     found = {name: outline(path) for name, path in places.items()}
-    rows = {name: short_question(study.question) for name, study in found.items()}
-    answers = {name: rows.pop(name) for name in found if places[name].parent.name == "findings"}
+    lists = {name: study for name, study in found.items() if study.studies}
+    begin = ("quick", "replay_vs_gspo")
+    asked = {name: short_question(study.question) for name, study in found.items()}
+    left = {name: question for name, question in asked.items() if name not in lists}
+    groups = {
+        "to begin, the smallest (some three minutes) and the main study:": {
+            name: left.pop(name) for name in begin if name in left
+        }
+    }
+    for name, answers in lists.items():
+        groups[f"{name}  {asked[name]}"] = {study: left.pop(study) for study in answers.studies if study in left} or {
+            "": "(studies of other headings)"
+        }
+    groups["others, among them tuning and large models:"] = left
+    head = (
+        "Studies that come with moe_rl, each under the first question of docs/findings.md that it answers. "
+        "`moe-rl study q1` runs all studies of question 1, those under other headings too."
+    )
     return "\n\n".join(
         (
             "usage: moe-rl study NAME|FILE [options]",
-            _rows("studies that come with moe_rl", rows),
-            _rows("questions of docs/findings.md, each with the studies that answer it", answers),
-            "To begin: `quick` is the smallest (some three minutes), `replay_vs_gspo` the main study.\n"
+            textwrap.fill(head, _width()),
+            *(_rows(textwrap.fill(title, _width()), rows) for title, rows in groups.items()),
             "`moe-rl study NAME --help` shows a study's arms and the options.",
         )
     )
@@ -111,8 +126,8 @@ def first_page(command: str, word: str, file: Path | None) -> str:
     else:
         parts.append(study_summary(outline(file)))
     parts += [
-        _rows("options", STUDY_OPTIONS if command == "study" else RUN_OPTIONS),
-        _rows(f"configuration ({arms})", CONFIGURATION),
+        _rows("options:", STUDY_OPTIONS if command == "study" else RUN_OPTIONS),
+        _rows(f"configuration ({arms}):", CONFIGURATION),
         f"Every field that the configuration has is an option: `moe-rl {command} {word} --help-all` lists them.",
     ]
     return "\n\n".join(parts)
@@ -124,13 +139,13 @@ def study_summary(found: Outline) -> str:
     if found.studies:
         return f"{question}\n\nstudies, one after the other: {' '.join(found.studies)}"
     seeds = f"seeds: {' '.join(map(str, found.seeds))}"
-    return f"{question}\n\n{_rows('arms', found.arms)}\n\n{seeds}"
+    return f"{question}\n\n{_rows('arms:', found.arms)}\n\n{seeds}"
 
 
 def _rows(title: str, rows: Mapping[str, str]) -> str:
-    """A titled list of two columns."""
+    """A list of two columns under its title."""
     column = min(28, max((len(name) for name in rows), default=0) + 2)
-    lines = [f"{title}:"]
+    lines = [title]
     for name, words in rows.items():
         wrapped = textwrap.wrap(words, _width() - column - 2) or [""]
         if len(name) + 2 > column:

@@ -140,7 +140,9 @@ def test_studies_are_listed_and_found_by_name(study, capsys):
     names = [path.stem for path in (ROOT / "experiments").glob("*.yaml")]
     assert "replay_vs_gspo" in names and all(f"  {name} " in page for name in names)
     assert "does GRPO need Routing" in " ".join(page.split())
-    assert page.index("questions of docs/findings.md") < page.index("  q1 ") < page.index("  q5 ") < page.index("  q6 ")
+    assert all(page.count(f"  {name} ") == 1 for name in names), "each under one heading"
+    heads = [page.index(f"\nq{number}  ") for number in range(1, 9)]
+    assert heads == sorted(heads) and page.index("  quick ") < heads[0] < page.index("  selection_noise ") < heads[1]
     assert find_study("replay_vs_gspo") == ROOT / "experiments" / "replay_vs_gspo.yaml"
     assert "GRPO + Routing Replay" in refused(capsys, "run", "quick", "--help", status=0)
     assert "did you mean 'quick'" in refused(capsys, "study", "quik")
