@@ -60,6 +60,8 @@ class ReplayTrainer(Trainer):
             refuse_one_update(self.args, self.num_iterations)
         if run_folder is not None:
             refuse_mixed_updates(self.args, self.num_iterations)
+        if self.accelerator.device.type == "mps":
+            raise RoutingError("Apple's mps has no float64, in which changes and ratios are summed: set use_cpu=True")
         refuse_random(self.model)
         if alpha := getattr(self.args, "neftune_noise_alpha", None):
             raise RoutingError(

@@ -54,8 +54,9 @@ class ModelConfig:
     dtype: str = "float32"
     """`float32`, `bfloat16` or `float16`: of weights, activations and gradients. The optimizer keeps fp32 master copies
     of weights of 16 bits (`optim.master_weights`)."""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Where the run happens; `auto` takes an accelerator where there is one. CUDA_VISIBLE_DEVICES says which."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the run happens; `auto` takes an accelerator where there is one. CUDA_VISIBLE_DEVICES says which. Apple's
+    (mps) is never taken: it has no float64, which sampling draws with and metrics are computed in."""
     attn_implementation: str | None = None
     """`sdpa`, `eager`, `flash_attention_2`, ...; None takes transformers' choice."""
     experts_implementation: str | None = None
@@ -169,12 +170,9 @@ def check_machine(config: ModelConfig) -> None:
         raise ModelError(f"model.dtype: expected one of {', '.join(DTYPES)}, got {config.dtype!r}")
     if config.path is not None:
         check_path(config.path)
-    there: dict[str, Any] = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    if config.device in there and not there[config.device]():
+    if config.device == "cuda" and not torch.cuda.is_available():
         build = f"torch {torch.__version__}" + ("" if torch.version.cuda else ", built without CUDA")
-        raise ModelError(
-            f"model.device: {config.device} is not there ({build}). `auto` takes what is; `moe-rl doctor` lists it."
-        )
+        raise ModelError(f"model.device: cuda is not there ({build}). `auto` takes what is; `moe-rl doctor` lists it.")
     try:
         check_experts_name(config.experts_implementation)
         if config.experts_implementation == "megablocks":
@@ -369,7 +367,8 @@ def _implementations(config: ModelConfig) -> dict[str, str]:
 def _default_experts(config: ModelConfig) -> str | None:
     if config.path is not None:
         return None
-    return "grouped_mm" if config.device != "cpu" and torch.accelerator.is_available() else TINY_EXPERTS
+    on_cpu = config.device == "cpu" or torch.backends.mps.is_available() or not torch.accelerator.is_available()
+    return TINY_EXPERTS if on_cpu else "grouped_mm"
 
 
 def _brief(error: Exception) -> str:

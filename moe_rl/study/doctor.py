@@ -49,7 +49,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to compute with; bytes. `accelerator`: cuda, mps, cpu or planned; `asked`: whether its devices are
+    """What there is to compute with; bytes. `accelerator`: cuda, cpu or planned; `asked`: whether its devices are
     so many because somebody asked for a plan over them."""
 
     accelerator: str
@@ -69,8 +69,6 @@ def inspect_machine() -> Machine:
         names = tuple(torch.cuda.get_device_name(i) for i in indices)
         free = min(torch.cuda.mem_get_info(i)[0] for i in indices)
         return Machine("cuda", names, free, host, disk, torch.cuda.is_bf16_supported(including_emulation=False))
-    if torch.backends.mps.is_available():
-        return Machine("mps", ("Apple GPU",), host, host, disk, True)
     return Machine("cpu", (processor(),), host, host, disk, True)
 
 
@@ -178,7 +176,7 @@ def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan
     if any(run.model.lora is not None for run in runs.values()) and importlib.util.find_spec("peft") is None:
         return [*checks, Check("peft", False, "not installed", "pip install '.[peft]' in the checkout")], None, ""
     counts = {arm: processes(run, machine) for arm, run in runs.items()}
-    shared = machine.accelerator in ("cpu", "mps")  # all processes have the host's memory
+    shared = machine.accelerator == "cpu"  # all processes have the host's memory
     try:
         plans = {arm: plan(run, counts[arm]) for arm, run in runs.items()}
         needed = {arm: of.peak * (counts[arm] if shared else 1) for arm, of in plans.items()}

@@ -76,9 +76,9 @@ def _check_accelerate(environ: Any, device: str) -> None:
             f"accelerate's configuration asks for torch.compile ({environ['ACCELERATE_DYNAMO_BACKEND']}): compiled "
             "models are not recorded and replayed reliably. Set dynamo_backend: 'no' there"
         )
-    if environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true") and device in ("cuda", "mps"):
+    if environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true") and device == "cuda":
         raise DistributedError(
-            f"accelerate's configuration asks for the CPU, and model.device is {device}: the run would happen on the "
+            "accelerate's configuration asks for the CPU, and model.device is cuda: the run would happen on the "
             "CPU. Leave --cpu (use_cpu) out, or set model.device: cpu"
         )
 

@@ -39,7 +39,7 @@ class Ranks(Accelerator):
 
     def __init__(self, device: str = "auto", tracker: str | None = None, folder: Path | None = None, cpu: bool = False):
         super().__init__(
-            cpu=cpu or device == "cpu",
+            cpu=cpu or device == "cpu" or torch.backends.mps.is_available(),  # which has no float64
             log_with=tracker,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)],
             project_dir=None if tracker is None or folder is None else str(folder / "tracker"),

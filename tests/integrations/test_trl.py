@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tiny_trl import CHANGES, MEASURED, TINY, TOKENIZER, equal, logged, make, re
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
+from moe_rl.integrations.hf_trainer import ReplayTrainer
 from moe_rl.integrations.old_policy import refuse_random, same_policy
 from moe_rl.integrations.trl import routing_replay
 from moe_rl.policy import build_tiny
@@ -291,6 +293,12 @@ def test_dropout_is_refused(tmp_path):
     refuse_random(torch.nn.Sequential(torch.nn.Dropout(0.0)))
     with pytest.raises(RoutingError, match=r"0 has dropout = 0.5"):
         refuse_random(torch.nn.Sequential(torch.nn.Dropout(0.5)))
+
+
+def test_an_accelerator_without_float64_is_refused_by_its_name():
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("mps")))
+    with pytest.raises(RoutingError, match=r"mps has no float64.*use_cpu=True"):
+        ReplayTrainer._begin(trainer, None, "grpo", None, one_update=True)
 
 
 def test_noise_on_the_embeddings_is_refused_by_its_name(tmp_path):

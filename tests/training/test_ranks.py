@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from forked import run_two
 from micro import MICRO, judged, rows
@@ -301,6 +302,19 @@ def test_a_launcher_that_accelerate_does_not_see_is_refused(monkeypatch):
     finally:
         AcceleratorState._reset_state()
         PartialState._reset_state()
+
+
+def test_apples_accelerator_is_left_for_the_cpu(monkeypatch):
+    """It has no float64, which sampling draws with: a run there would end at its first token."""
+    for name in ("is_available", "is_built"):
+        monkeypatch.setattr(f"torch.backends.mps.{name}", lambda: True)
+    AcceleratorState._reset_state(True)
+    try:
+        assert ranks_of().device.type == "cpu"
+        AcceleratorState._reset_state(True)
+        assert Accelerator().device.type == "mps", "what accelerate takes by itself"
+    finally:
+        AcceleratorState._reset_state(True)
 
 
 def test_a_model_that_is_not_sharded_is_refused():
