@@ -103,6 +103,10 @@ class Kernels(TorchDispatchMode):
     inside = False
     """Whether a call of torch that was given tensors on cuda:0 is under way: what it makes is there."""
 
+    def __init__(self, float64: bool):
+        super().__init__()
+        self.float64 = float64
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, given = kwargs or {}, list(tensors(args, kwargs))
         name, asked = func.overloadpacket.__name__, as_cpu(kwargs.get("device")) is not kwargs.get("device")
@@ -114,6 +118,8 @@ class Kernels(TorchDispatchMode):
             out = func(*args, **{**kwargs, "device": CPU} if asked else kwargs)
         if there or asked or (self.inside and not given):
             for new in tensors(out):
+                if new.dtype == torch.float64 and not self.float64:
+                    raise TypeError(f"{name}: this device has no float64")
                 if not any(new is old for old in given):
                     put(new, CUDA)
         return out
@@ -149,8 +155,9 @@ class Calls(TorchFunctionMode):
 
 
 @contextmanager
-def pretended_cuda() -> Iterator[None]:
-    """Inside, there is one GPU as far as devices go; `torch.cuda.is_available()` says what it said before."""
+def pretended_cuda(float64: bool = True) -> Iterator[None]:
+    """Inside, there is one GPU as far as devices go; `torch.cuda.is_available()` says what it said before. float64:
+    whether it has that, which Apple's (mps) has not."""
     answers: dict[str, Any] = {
         "_lazy_init": None,
         "device_count": 1,
@@ -160,7 +167,7 @@ def pretended_cuda() -> Iterator[None]:
         "max_memory_allocated": 0,
         "set_rng_state": None,
     }
-    kernels = Kernels()
+    kernels = Kernels(float64)
     with ExitStack() as stack:
         stack.enter_context(patch.object(Accelerator, "device", property(lambda self: CUDA)))
         stack.enter_context(patch.object(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()))

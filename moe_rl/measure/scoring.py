@@ -153,7 +153,7 @@ def decoded_logps(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Ten
                 )
             if stop < width:
                 said = states[-1][:, -1] if isinstance(treatment, LogitMap) else out.logits[:, -1]
-                logps[:, stop] = _logps_of(said, ids[:, stop], head, treatment, text.temperature).cpu()
+                logps[:, stop] = _logps_of(said, ids[:, stop], head, treatment, text.temperature)
             states.clear()
     finally:
         hook.remove()
@@ -167,9 +167,10 @@ def _keeps_state(cache: Any) -> bool:
 
 
 def _logps_of(said: Tensor, targets: Tensor, head: Any, treatment: LogitMap | str, temperature: float) -> Tensor:
-    """float64 log-probabilities of `targets` from the head's input or, where the head is special, from logits."""
+    """Log-probabilities of `targets` from the head's input or, where the head is special, from logits; on the CPU,
+    float64, which Apple's GPU does not have."""
     if isinstance(treatment, LogitMap):
         logps, _ = head_logps(said, head.weight, targets, bias=head.bias, logit_map=treatment, temperature=temperature)
-        return logps.double()
+        return logps.cpu().double()
     z = said.to(torch.promote_types(said.dtype, torch.float32)) / temperature
-    return z.log_softmax(-1).gather(1, targets[:, None])[:, 0].double()
+    return z.log_softmax(-1).gather(1, targets[:, None])[:, 0].cpu().double()

@@ -6,7 +6,9 @@ import sys
 
 import pandas as pd
 import pytest
+import torch
 from drift_models import Gone, build, refused, save, stands_alone
+from pretended_cuda import pretended_cuda
 from safetensors.torch import load_file, save_file
 
 from moe_rl.cli import VERBS, main
@@ -65,6 +67,15 @@ def test_a_granite_is_measured_in_every_dtype_and_said_in_a_sentence(granite, pr
     page = (output / "report.html").read_text()
     assert results["verdict"] in page and stands_alone(page, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.jsonl"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_without_float64_is_measured_whole(granite, prompts, tmp_path, undrawn):
+    """As Apple's (`--device mps`): sums are taken on the CPU."""
+    options = FloorOptions(str(granite), prompts, tmp_path / "out", dtypes=("float32",), device="cuda")
+    with pretended_cuda(float64=False):
+        results = json.loads((run_floor(options) / "floor.json").read_text())
+    assert results["left_out"] == [] and {row["variant"] for row in results["rows"]} >= {"decode", "padding_left"}
 
 
 def test_adapters_are_compared_with_themselves_merged(granite, prompts, tmp_path, tokenizer, undrawn, capsys):
