@@ -45,6 +45,8 @@ gpu-here:
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "make: the Python in .venv is older than 3.11. make clean, then make quick PYTHON=python3.12" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
 	touch $@

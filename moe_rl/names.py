@@ -26,7 +26,7 @@ def arm_refusal(name: str) -> str | None:
     >>> arm_refusal("logs")
     "in a study's folder that name is something else's; choose another"
     """
-    if name in RESERVED or name.startswith(ROUNDING):
+    if name.casefold() in RESERVED or name.casefold().startswith(ROUNDING):  # one folder on a Mac
         return "in a study's folder that name is something else's; choose another"
     if len(name.encode()) > LONGEST:
         return f"a folder is named so: at most {LONGEST} bytes in UTF-8, this has {len(name.encode())}"

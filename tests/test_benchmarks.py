@@ -279,6 +279,19 @@ def test_make_gpu_installs_nothing_where_there_is_no_gpu(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["Makefile"]
 
 
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_says_what_to_do_about_an_old_python(tmp_path):
+    """A Mac's own python3 is 3.9, and a later venv over the one it made keeps its python."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    old = tmp_path / ".venv" / "bin" / "python"
+    old.parent.mkdir(parents=True)
+    old.write_text("#!/bin/sh\nexit 1\n")  # to whether it is new enough
+    old.chmod(0o755)
+    done = subprocess.run(["make", "quick", "PYTHON=true"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode and "older than 3.11. make clean, then make quick PYTHON=" in done.stderr
+
+
 def test_a_row_holds_the_median_and_spread_of_its_ratios(benchmark):
     row = benchmark("rows").row
     three = row("b", "c", [1.0, 4.0, 6.0], "p", [2.0, 2.0, 2.0], limit=0.5)

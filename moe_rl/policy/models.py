@@ -1,6 +1,7 @@
 """Policies: load a hub or local Mixture-of-Experts, or make the tiny one (`tiny`, `kept`)."""
 
 import hashlib
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -166,6 +167,8 @@ def weights_sha256(model: Any) -> str:
 
 def check_machine(config: ModelConfig) -> None:
     """Refuse, before anything is loaded, what this machine or installation lacks. Raises ModelError."""
+    if sys.platform == "win32":
+        raise ModelError("runs need pipes, signals and file locks that Windows does not have: use its Linux (WSL)")
     if config.dtype not in DTYPES:
         raise ModelError(f"model.dtype: expected one of {', '.join(DTYPES)}, got {config.dtype!r}")
     if config.path is not None:

@@ -137,7 +137,7 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
     if not isinstance(arms, dict) or not arms:
         raise ConfigError("arms: expected a mapping of at least one arm name to what it changes")
     fields = typing.get_type_hints(RunConfig)
-    parsed = {}
+    parsed: dict[str, Arm] = {}
     for name, changes in arms.items():
         if isinstance(name, bool | None):
             raise ConfigError(
@@ -146,6 +146,9 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
         _check_name(f"arms.{name}: an arm's name", name)
         if refusal := arm_refusal(str(name)):
             raise ConfigError(f"arms.{name}: {refusal}")
+        other = next((other for other in parsed if other.casefold() == str(name).casefold()), None)
+        if other is not None and not merged:
+            raise ConfigError(f"arms.{name}: on a Mac its folder would be that of arm {other!r}; choose another name")
         if not isinstance(changes, dict | None):
             raise ConfigError(f"arms.{name}: expected a mapping of what the arm changes, got {changes!r}")
         changes = dict(changes or {})

@@ -253,7 +253,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """A mapping from a JSON file; StudyDataError naming the file otherwise."""
     try:
-        content = parse_json(path.read_text())
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise StudyDataError(f"{path}: not valid JSON: {error}") from error
     return content if isinstance(content, dict) else {"value": content}

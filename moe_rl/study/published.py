@@ -95,7 +95,7 @@ def tables_of_repetition(data: StudyData, folder: Path, name: str) -> dict[str, 
 def _study_of(folder: Path) -> tuple[str, str]:
     """The study that committed tables are of, and what it is called where it was run again: NAME of the folder
     STUDY_NAME, empty for the study's own folder."""
-    study = json.loads((folder / "env.json").read_text())["study"]
+    study = json.loads((folder / "env.json").read_bytes())["study"]
     return study, "" if folder.name == study else folder.name.removeprefix(f"{study}_")
 
 

@@ -79,6 +79,15 @@ def test_trying_the_example_leaves_its_folder_to_the_study(tmp_path, monkeypatch
     assert folder == Path("runs/my_study") and folder not in [where for _, where in trials]
 
 
+def test_arms_whose_folders_a_mac_would_not_tell_apart_are_refused():
+    data = {"name": "x", "arms": {"grpo": {}, "GRPO": {"label": "other", "optim": {"steps": 3}}}}
+    with pytest.raises(ConfigError, match=r"arms\.GRPO: on a Mac its folder would be that of arm 'grpo'"):
+        parse_study(data)
+    assert set(parse_study(data, merged=True).arms) == {"grpo", "GRPO"}, "runs that are there can be gone on with"
+    with pytest.raises(ConfigError, match=r"arms\.Logs: in a study's folder that name is something else's"):
+        parse_study({"name": "x", "arms": {"Logs": {}}})
+
+
 def test_a_base_that_no_arm_takes_is_refused():
     """One that some arm takes is not: the others keep what they set."""
     study = parse_study(STUDY)

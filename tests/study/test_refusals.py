@@ -7,7 +7,7 @@ import yaml
 
 from moe_rl.policy.lora import LoraConfig
 from moe_rl.policy.models import ModelConfig
-from moe_rl.policy.tiny import TinyConfig
+from moe_rl.policy.tiny import ModelError, TinyConfig
 from moe_rl.rollout.engine_config import EngineConfig
 from moe_rl.study.config import ConfigError, load_study, parse_study
 from moe_rl.study.folders import read_yaml
@@ -91,6 +91,12 @@ def test_a_task_that_gives_no_reward_is_found_before_the_first_step(monkeypatch)
 
     monkeypatch.setattr(ModChain, "reward", lambda self, problem, completion: float("nan"))
     with pytest.raises(TaskError, match=r"task mod_chain, reward: expected a finite reward.*prompt '\^"):
+        check_here(RunConfig())
+
+
+def test_on_windows_a_run_is_refused_before_anything_is_written(monkeypatch):
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(ModelError, match=r"Windows .*WSL"):
         check_here(RunConfig())
 
 

@@ -14,6 +14,8 @@ from moe_rl.study.runs import Run
 from moe_rl.study.worker import Worker
 from moe_rl.training import RunConfig
 
+NEEDS_PROC = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at /proc")
+
 
 def wait(worker, log):
     return until(lambda: worker.ended(log))
@@ -38,6 +40,27 @@ def test_a_worker_goes_on_after_runs_that_ended_well_badly_and_by_a_signal(worke
     assert worker.alive() and (tmp_path / "worker.log").read_text() == ""
 
 
+SPAWNS = "import moe_rl.study.worker as worker; worker._may_fork = lambda: False; worker.serve()"
+
+
+def test_where_a_worker_may_not_fork_its_runs_are_the_same(monkeypatch, tmp_path):
+    """On a Mac, and beside a GPU."""
+    begin = subprocess.Popen
+    monkeypatch.setattr(
+        "moe_rl.study.worker.subprocess.Popen",
+        lambda words, **how: begin([words[0], "-c", SPAWNS, words[-1]], **how),
+    )
+    worker = Worker("native", tmp_path / "worker.log")
+    try:
+        for name, arguments, status in (("good", ["--version"], 0), ("bad", ["stdy"], 2)):
+            worker.begin(arguments, tmp_path / name)
+            assert wait(worker, tmp_path / name) == status
+        assert (tmp_path / "good").read_text().startswith("moe_rl ") and worker.alive()
+    finally:
+        worker.stop()
+
+
+@NEEDS_PROC
 def test_of_a_worker_that_is_killed_no_run_goes_on_and_each_says_why(tmp_path):
     """Also of one whose run has forked a process that lives on and holds what it would be heard by."""
     processes, study = Processes(), begun(tmp_path)[0]
@@ -60,6 +83,7 @@ def test_of_a_worker_that_is_killed_no_run_goes_on_and_each_says_why(tmp_path):
     assert not any(alive(int(child)) for child in children)
 
 
+@NEEDS_PROC
 def test_a_run_that_is_killed_has_ended_though_a_process_that_it_forked_has_not(worker, tmp_path):
     """And what it starts reads no requests of the worker's."""
     task = tmp_path / "own.py"
@@ -126,6 +150,7 @@ def child_of(worker, log):
     return int(child)
 
 
+@NEEDS_PROC
 def test_runs_of_a_worker_go_side_by_side_and_end_with_it(worker, tmp_path):
     study, log = begun(tmp_path)
     worker.begin(["watch", study], log)
@@ -151,6 +176,7 @@ time.sleep(600)
 """
 
 
+@NEEDS_PROC
 def test_a_study_that_is_killed_leaves_neither_workers_nor_runs(tmp_path):
     study = subprocess.Popen([sys.executable, "-c", STUDY, *begun(tmp_path)], stdout=subprocess.PIPE, text=True)
     worker = int(study.stdout.readline())

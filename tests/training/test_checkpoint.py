@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +100,7 @@ def test_of_two_complete_checkpoints_the_newer_is_gone_on_with(tmp_path):
     assert [path.name for path in tmp_path.glob("checkpoint*")] == ["checkpoint"]
 
 
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks at /proc")
 def test_what_a_checkpoint_speaks_of_is_on_the_disk_before_it_is(tmp_path, monkeypatch):
     """Metrics before the manifest that has their checksum; every file of the checkpoint before it gets its name."""
     done = []
