@@ -2,11 +2,13 @@
 
 from moe_rl.drift import plot
 
-plot.change_heatmap(old.routes, new.routes)             # sites by positions; on any axes with ax=
+plot.change_heatmap(old.routes, new.routes)             # sites by positions; a new figure, or on axes with ax=
 plot.change_by_site(old.routes, new.routes, ax=axes[1])
 plot.tokens(old.routes, new.routes, tokenizer)          # the text, coloured by sites changed
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html import escape
 from typing import Any
 
@@ -30,7 +32,7 @@ def change_heatmap(
 
     Args:
         old, new: routes of the same tokens (`recording.routes`).
-        ax: where to draw; None: pyplot's current axes, which a notebook shows.
+        ax: where to draw, in your style; None: a new figure of pyplot in the house style, which a notebook shows.
         mask: True on the tokens that count; by default all. Positions without a route on both sides stay empty.
 
     Returns:
@@ -46,14 +48,14 @@ def change_heatmap(
     changed = (slot_change(old, new) * counted).sum(0).T.cpu().numpy()
     of = counted.sum(0).T.cpu().numpy()
     grid = np.divide(100 * changed, of, out=np.full(of.shape, np.nan), where=of > 0)
-    ax = _axes(ax)
-    image = ax.imshow(grid, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
     names, common = short_sites(list(old.sites))
     every = max(1, -(-len(names) // 12))
-    ax.set_yticks(range(0, len(names), every), names[::every])
-    ax.set(xlabel="position", ylabel=f"site ({common})", title="Slots changed")
-    ax.grid(False)
-    ax.figure.colorbar(image, ax=ax, label="%")
+    with _axes(ax) as ax:
+        image = ax.imshow(grid, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
+        ax.set_yticks(range(0, len(names), every), names[::every])
+        ax.set(xlabel="position", ylabel=f"site ({common})", title="Slots changed")
+        ax.grid(False)
+        ax.figure.colorbar(image, ax=ax, label="%")
     return ax
 
 
@@ -63,18 +65,18 @@ def change_by_site(
     """Slots changed and tokens whose set of experts differs, in percent, along the depth. Arguments, result and errors
     as in `change_heatmap`."""
     counts = change_counts(old, new, mask)
-    ax = _axes(ax)
     names, common = short_sites(list(old.sites))
-    for label, changed, of, colour, marker in (
-        ("site: the set differs", counts.per_site_changed, counts.per_site_total, "#0B4A8F", "s"),
-        ("slot: experts replaced", counts.per_site_slots_changed, counts.per_site_slots_total, "#D55E00", "o"),
-    ):
-        ax.plot(range(len(names)), (100 * changed / of).numpy(), color=colour, marker=marker, ms=3, label=label)
     every = max(1, -(-len(names) // 12))
-    ax.set_xticks(range(0, len(names), every), names[::every])
-    ax.set(xlabel=f"site ({common})", ylabel="changed, %")
-    ax.set_ylim(bottom=0)
-    ax.legend()
+    with _axes(ax) as ax:
+        for label, changed, of, colour, marker in (
+            ("site: the set differs", counts.per_site_changed, counts.per_site_total, "#0B4A8F", "s"),
+            ("slot: experts replaced", counts.per_site_slots_changed, counts.per_site_slots_total, "#D55E00", "o"),
+        ):
+            ax.plot(range(len(names)), (100 * changed / of).numpy(), color=colour, marker=marker, ms=3, label=label)
+        ax.set_xticks(range(0, len(names), every), names[::every])
+        ax.set(xlabel=f"site ({common})", ylabel="changed, %")
+        ax.set_ylim(bottom=0)
+        ax.legend()
     return ax
 
 
@@ -84,6 +86,9 @@ class TokenChanges:
 
     def __init__(self, html: str) -> None:
         self.html = html
+
+    def __repr__(self) -> str:
+        return f"TokenChanges(a page of {len(self.html):,} characters, which a notebook shows; .html)"
 
     def _repr_html_(self) -> str:
         return self.html
@@ -149,10 +154,13 @@ def _span(old: Tensor, new: Tensor, names: list[str], flips: int, text: str) -> 
     return f'<span title="{escape(chr(10).join(lines))}" style="{colour}">{escape(text)}</span>'
 
 
-def _axes(ax: Axes | None) -> Axes:
+@contextmanager
+def _axes(ax: Axes | None) -> Iterator[Axes]:
+    """Where to draw, and the style to do it in."""
     if ax is not None:
-        return ax
+        yield ax
+        return
     import matplotlib.pyplot as plt
 
-    with house_style():
-        return plt.gca()
+    with house_style({"figure.dpi": 110}):  # a notebook shows every dot
+        yield plt.subplots()[1]

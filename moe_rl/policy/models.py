@@ -88,7 +88,7 @@ def seeded(config: ModelConfig, seed: int) -> ModelConfig:
 def load_policy(
     config: ModelConfig,
     task: Task,
-    cache_dir: Path | None = None,
+    cache_dir: str | Path | None = None,
     progress: Progress | None = None,
     weights: bool = True,
     report: Callable[[dict[str, Any]], None] | None = None,

@@ -22,6 +22,10 @@ class Attachment:
             if not self._tap.users:
                 self._tap.unhook()
 
+    def __repr__(self) -> str:
+        model, state = type(self._tap.boundary).__name__, "attached" if self._attached else "detached"
+        return f"Attachment({model}, {len(self._tap.sites)} sites, {state})"
+
     def __enter__(self) -> "Attachment":
         return self
 

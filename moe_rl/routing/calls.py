@@ -52,8 +52,8 @@ class Call:
     def __init__(self, inputs: dict[str, Any], sites: int, frame: FrameType | None = None) -> None:
         ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
         given = ids if ids is not None else embeds
-        if given is None or given.ndim < 2:
-            raise refusals.without_batch()
+        if not isinstance(given, Tensor) or given.ndim < 2:
+            raise refusals.without_batch(given)
         if any(inputs.get(name) is not None for name in _PAGED):
             raise refusals.packed_batch()
         self.batch, self.length = int(given.shape[0]), int(given.shape[1])
@@ -299,6 +299,10 @@ class Recording(Listener):
     def end(self, call: Call) -> None:
         packed = stacked(self._routers, call, call.chosen, self._dtype)
         self._seen.end(call, packed, tokens_of(call, packed))
+
+    def __repr__(self) -> str:
+        calls, sites = len(self._seen.steps), len(self._routers.names)
+        return f"Recording(calls of {self._routers.family}: {calls}; sites: {sites}; what they chose: .routes)"
 
     def _wrap(self, parts: tuple[Tensor, ...]) -> RoutedExperts:
         return wrapped(self._routers, *parts)

@@ -96,6 +96,7 @@ def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
         tap.selecting = selecting
         _TAPS[boundary] = weakref.ref(tap)
     if not tap.users:
+        tap.unhook()  # what an interrupt left of an earlier context
         _refuse_compiled(model, modules)
         tap.root, tap.modules = model, modules
     signature = _signature(tap)

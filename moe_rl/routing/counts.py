@@ -35,6 +35,11 @@ class ChangeCounts:
     sites: tuple[str, ...] = ()
     pair: str = field(default="policies", kw_only=True)
 
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{changed} of {total} {level}s" for level, (changed, total) in self.levels().items())
+        lack = f"; {self.incomplete_tokens} incomplete tokens" if self.incomplete_tokens else ""
+        return f"ChangeCounts({counts} changed{lack}; pair {self.pair!r}; shares: .rates())"
+
     @property
     def deviation(self) -> Int[Tensor, " K_plus_1"]:
         """How many (token, site) pairs changed 0, 1, .., K slots."""
@@ -272,8 +277,8 @@ def check_plain(ids: Any) -> None:
     if not isinstance(ids, Tensor) or ids.ndim < 2:
         got = f"one of {ids.ndim} axes" if isinstance(ids, Tensor) else type(ids).__name__
         raise RoutingError(
-            f"expected RoutedExperts or a tensor of expert ids [...,L,K], got {got} (an array: "
-            "torch.as_tensor(array); of an engine: RoutedExperts.from_vllm and its kin)"
+            f"expected RoutedExperts or a tensor of expert ids [...,L,K], got {got} (of a recording: "
+            "recording.routes; an array: torch.as_tensor(array); of an engine: RoutedExperts.from_vllm and its kin)"
         )
 
 

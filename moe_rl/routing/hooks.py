@@ -381,12 +381,12 @@ class Tap:
             self.lost = torch.zeros(len(self.sites), dtype=torch.int64, device=device_of(self.boundary))
         self._looked.clear()
         self.users += 1
-        self.hook(listener.steers)
-        self.listeners.append(listener)
         try:
+            self.hook(listener.steers)  # within: an interrupt may come here, too
+            self.listeners.append(listener)
             yield
         finally:
-            self.listeners.remove(listener)
+            self.listeners[:] = [other for other in self.listeners if other is not listener]
             self.abandon()
             self.users -= 1
             if not self.users:

@@ -68,8 +68,13 @@ def compiled_checkpoints(model: str) -> RoutingError:
     return RoutingError(f"{model} is called inside a context as {COMPILED_CHECKPOINTS}")
 
 
-def without_batch() -> RoutingError:
-    return RoutingError("cannot tell batch and length of this call: expected input_ids [B,S] or inputs_embeds [B,S,d]")
+def without_batch(given: object) -> RoutingError:
+    """given: in place of input_ids or inputs_embeds."""
+    got = f"a tensor {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+    return RoutingError(
+        "cannot tell batch and length of this call: expected a tensor, input_ids [B,S] or inputs_embeds [B,S,d], got "
+        f"{got} (what a tokenizer returns is passed as model(**batch))"
+    )
 
 
 def packed_batch() -> RoutingError:

@@ -189,6 +189,13 @@ class Replay(Listener):
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:  # nothing that waits for a device, or is an error
+        sites, b, t, _ = self._packed.shape
+        return (
+            f"{type(self).__name__}(routes of {b} sequences x {t} tokens at {sites} sites; (token, site) rows of calls "
+            f"so far: {self._all_rows}; how many of them were replayed: .replayed_fraction)"
+        )
+
     @property
     def replayed_rows(self) -> int:
         self._tap.settle()

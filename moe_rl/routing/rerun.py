@@ -156,6 +156,9 @@ class Reading(Rerun):
         self._now: list[Tensor | None] = []  # of the call that is under way
         self._calls: list[tuple[int, int, list[Tensor | None]]] = []
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(calls: {len(self._calls)}; sites: {self._sites})"
+
     def begin(self, call: Call) -> None:
         super().begin(call)
         self._now = [None] * self._sites

@@ -51,9 +51,10 @@ def find_sites(model: nn.Module) -> list[Site]:
     the first context. Raises UnsupportedModelError for a model without registered routers.
     """
     if not isinstance(model, nn.Module):
+        load = ": a name has to be loaded first, with AutoModelForCausalLM.from_pretrained"
         raise UnsupportedModelError(
-            f"expected a model (an nn.Module that holds a transformers model), got {type(model).__name__}: a name "
-            "has to be loaded first, with AutoModelForCausalLM.from_pretrained"
+            f"expected a model (an nn.Module that holds a transformers model), got {type(model).__name__}"
+            f"{load if isinstance(model, str) else ''}"
         )
     named = dict(model.named_modules())
     registered = tuple({cls for m in named.values() for cls in _router_classes(m)})

@@ -41,8 +41,8 @@ SHOWN = 16
 
 def run_one(
     config: RunConfig,
-    folder: Path,
-    cache_dir: Path | None = None,
+    folder: str | Path,
+    cache_dir: str | Path | None = None,
     listener: Callable[[dict[str, Any]], None] | None = None,
     command: str = "",
 ) -> None:
@@ -56,6 +56,7 @@ def run_one(
         InUseError: another process runs in the folder.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
+    place = Path(folder).expanduser()
     if config.model.path is None:
         suit_small_model()
     config = dataclasses.replace(config, model=seeded(config.model, config.seed))
@@ -67,24 +68,24 @@ def run_one(
     about = {**environment(command), "processes": ranks.size, "task_sha256": task}
 
     def begin() -> bool:
-        if not check_folder(config, folder):
+        if not check_folder(config, place):
             return False
         check_shares(config, ranks.size)
-        lock.enter_context(sole_writer(folder, command))
-        sweep(folder)
-        if not check_folder(config, folder):  # done meanwhile
+        lock.enter_context(sole_writer(place, command))
+        sweep(place)
+        if not check_folder(config, place):  # done meanwhile
             return False
-        goes_on = settle(folder) is not None
-        before = begun_under(folder, about) if goes_on else {}
+        goes_on = settle(place) is not None
+        before = begun_under(place, about) if goes_on else {}
         if task and (before.get("task_sha256") or task) != task:
             raise ConfigError(
-                f"{folder} was begun with other problems of the task {config.task.name}: its data or code changed "
+                f"{place} was begun with other problems of the task {config.task.name}: its data or code changed "
                 "since. Nothing was overwritten: put them back to go on, or move the folder away to begin again."
             )
         about.update(before)
-        if not begun(folder) or _free_differ(folder / "config.yaml", config):
-            write_atomic(folder / "config.yaml", dump_run(config))
-        write_json(folder / "env.json", about)
+        if not begun(place) or _free_differ(place / "config.yaml", config):
+            write_atomic(place / "config.yaml", dump_run(config))
+        write_json(place / "env.json", about)
         return True
 
     def listen(row: dict[str, Any]) -> None:
@@ -92,15 +93,15 @@ def run_one(
             if listener:
                 listener(row)
         elif ranks.main:
-            write_json(folder / "env.json", {**{key: row[key] for key in OF_THE_POLICY}, **about})
+            write_json(place / "env.json", {**{key: row[key] for key in OF_THE_POLICY}, **about})
 
     with ExitStack() as lock:
         if not ranks.first(begin):
             return
         started = time.time()
-        train(config, folder, cache_dir, listen)
+        train(config, place, cache_dir, listen)
         if ranks.main:
-            write_done(folder, seconds=round(time.time() - started, 1))
+            write_done(place, seconds=round(time.time() - started, 1))
         ranks.agree("the end", "done")  # no rank leaves before: launchers stop the others if one fails on its way out
 
 

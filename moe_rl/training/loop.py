@@ -51,7 +51,9 @@ from moe_rl.training.update import arm_loss, update_policy
 from moe_rl.training.validation import validate
 
 
-def train(config: RunConfig, folder: Path, cache_dir: Path | None = None, listener: Listener | None = None) -> None:
+def train(
+    config: RunConfig, folder: str | Path, cache_dir: str | Path | None = None, listener: Listener | None = None
+) -> None:
     """Train one arm with one seed; everything that is measured goes to `folder`. Resumes from its checkpoint.
 
     Args:

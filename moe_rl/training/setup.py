@@ -35,7 +35,9 @@ from moe_rl.training.state import Listener, State
 from moe_rl.training.trackers import check_tracker, start_tracker
 
 
-def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listener: Listener | None = None) -> State:
+def begin(
+    config: RunConfig, folder: str | Path, cache_dir: str | Path | None = None, listener: Listener | None = None
+) -> State:
     """The state of a run before its first step. Writes nothing but the folder itself.
 
     Args:
@@ -49,13 +51,13 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
     with ExitStack() as opened:
-        state = _begin(config, folder, cache_dir, listener, opened)
+        state = _begin(config, Path(folder).expanduser(), cache_dir, listener, opened)
         opened.pop_all()  # from here on `State.close` closes
     return state
 
 
 def _begin(
-    config: RunConfig, folder: Path, cache_dir: Path | None, listener: Listener | None, opened: ExitStack
+    config: RunConfig, folder: Path, cache_dir: str | Path | None, listener: Listener | None, opened: ExitStack
 ) -> State:
     check_tracker(config.tracker)
     torch.manual_seed(config.seed)

@@ -4,6 +4,7 @@ import copy
 import json
 
 import matplotlib
+import matplotlib.pyplot
 import numpy as np
 import pandas as pd
 import pytest
@@ -255,14 +256,24 @@ def test_the_heat_map_is_slots_changed_by_site_and_position_on_any_axes():
     lines = plot.change_by_site(*by_hand(), ax=Figure().subplots()).lines
     sites, slots = (line.get_ydata().tolist() for line in lines)
     assert sites == pytest.approx([100 / 3] * 2) and slots == pytest.approx([100 / 6, 100 / 3])
+
+
+def test_without_axes_each_view_is_a_figure_of_its_own_readable_under_any_style():
     matplotlib.use("Agg")
-    assert plot.change_heatmap(*by_hand()).get_xlabel() == "position"
+    with matplotlib.style.context("dark_background"):
+        first, second = plot.change_heatmap(*by_hand()), plot.change_by_site(*by_hand())
+        bar = first.figure.axes[1]
+    assert first.figure is not second.figure and matplotlib.pyplot.gcf() is second.figure
+    assert first.figure.get_facecolor() == (1, 1, 1, 1)
+    inks = [label.get_color() for label in (*bar.get_yticklabels(), *second.get_legend().get_texts())]
+    assert set(inks) == {"#1a1a1a"}
     matplotlib.pyplot.close("all")
 
 
 def test_tokens_are_escaped_and_coloured_by_the_sites_that_changed():
     shown = plot.tokens(*by_hand(), Words())
     html = shown._repr_html_()
+    assert len(repr(shown)) < 100
     assert "&lt;b title=&quot;x&quot;&gt;&amp;" in html and "<b title" not in html
     assert html.count("2 of 2 sites changed") == 1 and html.count("0 of 2 sites changed") == 2
     assert "0: 0 → 4\n1: 2, 3 → 0, 1" in html and "rgba(213,94,0,0.85)" in html.split("2 of 2 sites")[1]

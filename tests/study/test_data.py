@@ -106,6 +106,7 @@ def test_route_files_are_listed_on_demand(copy):
 def test_an_unfinished_run_is_loaded_and_named(tmp_path):
     data = load(write_study(tmp_path / "s", arms=("grpo",), steps=6, unfinished=(("grpo", 1),)))
     assert [(run.arm, run.seed) for run in data.unfinished] == [("grpo", 1)]
+    assert "config" not in repr(data.unfinished) and "environment" not in repr(data.unfinished)
     assert len(data.rollouts.query("seed == 1")) == 3
     assert data.arms.loc["grpo", "finished"] == 2
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from moe_rl.study.figures import (
 )
 from moe_rl.study.figures.curves import curves, seed_tables
 from moe_rl.study.figures.register import REGISTRY, figure
+from moe_rl.study.figures.saving import house_style
 from moe_rl.study.figures.style import LOOKS, arm_looks, conditions
 from moe_rl.study.statistics import interval_note
 
@@ -213,10 +215,32 @@ def test_figures_are_the_same_bytes_each_time(one_seed):
     assert b"<dc:date>" not in first.render("svg")
 
 
+def test_text_of_a_figure_is_one_line(one_seed):
+    drawn = reward(one_seed)
+    rows = len(drawn.frame)
+    assert repr(drawn) == f"StudyFigure(reward: Reward against RL step. .figure, .caption, .frame of {rows} rows)"
+    assert repr(reward) == "Registered(name='reward', title='Reward against RL step.')"
+
+
 def test_drawing_leaves_no_trace_in_matplotlibs_settings(one_seed):
     before = dict(mpl.rcParams)
     reward(one_seed).render("svg")
     assert dict(mpl.rcParams) == before
+
+
+def test_the_house_style_leaves_interactive_mode_alone():
+    """The first figure in a notebook loads its backend, which switches it on: off again, no figure would be shown."""
+    before = mpl.is_interactive()
+    try:
+        for mode in (True, False, True):
+            with suppress(NothingToDraw), house_style():
+                mpl.interactive(mode)
+                raise NothingToDraw
+            assert mpl.is_interactive() == mode
+            with house_style():
+                assert mpl.is_interactive() == mode
+    finally:
+        mpl.interactive(before)
 
 
 def test_saving_writes_five_files_whole(one_seed, tmp_path):

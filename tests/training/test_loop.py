@@ -361,8 +361,8 @@ def test_a_configuration_is_validated_once(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr("moe_rl.training.validation.check_settings", seen.append)
     config = replace(MICRO, optim=replace(MICRO.optim, steps=1))
-    run_one(config, tmp_path / "run")
-    assert len(seen) == 1
+    run_one(config, str(tmp_path / "run"))  # a path may be text
+    assert len(seen) == 1 and (tmp_path / "run" / "DONE").exists()
     validate(seen[0])
     assert len(seen) == 1
     validate(replace(seen[0], seed=1))

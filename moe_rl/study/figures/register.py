@@ -75,12 +75,12 @@ class Registered:
 
     name: str
     title: str
-    caption: str
-    needs: Mapping[str, Sequence[str]]
-    rank: int
-    notes: tuple[str, ...]
-    special: bool
-    draw: Callable[[StudyData], Drawing]
+    caption: str = field(repr=False)
+    needs: Mapping[str, Sequence[str]] = field(repr=False)
+    rank: int = field(repr=False)
+    notes: tuple[str, ...] = field(repr=False)
+    special: bool = field(repr=False)
+    draw: Callable[[StudyData], Drawing] = field(repr=False)
 
     def __call__(self, data: StudyData) -> StudyFigure:
         if not isinstance(data, StudyData):

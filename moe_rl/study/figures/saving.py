@@ -5,7 +5,7 @@ import io
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
@@ -61,6 +61,9 @@ class StudyFigure:
         kept[kind] = _number_clips(buffer.getvalue()) if kind == "svg" else buffer.getvalue()
         return kept[kind]
 
+    def __repr__(self) -> str:
+        return f"StudyFigure({self.name}: {self.title} .figure, .caption, .frame of {len(self.frame)} rows)"
+
     def _repr_html_(self) -> str:
         """In a notebook: the picture with its caption."""
         picture = base64.b64encode(self.render("png")).decode()
@@ -78,21 +81,28 @@ def _number_clips(svg: bytes) -> bytes:
 
 @contextmanager
 def house_style(more: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """The house style, and `more` settings, for the block only. Letters that the font lacks are told by `inches`."""
-    with mpl.rc_context(), warnings.catch_warnings():
+    """The house style, and `more` settings, for the block only. Letters that the font lacks are told by `inches`.
+
+    The first figure of pyplot loads a notebook's backend, which switches interactive mode on: that stays, because
+    without it a notebook shows no figure any more.
+    """
+    with ExitStack() as after, mpl.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")
         settings: Any = {**_settings(), **(more or {})}
         mpl.rcParams.update(settings)
-        yield
+        try:
+            yield
+        finally:
+            after.callback(mpl.interactive, mpl.is_interactive())
 
 
 @cache
 def _settings() -> dict[str, Any]:
-    """matplotlib's defaults with the house style over them; its backend is left alone."""
+    """matplotlib's defaults with the house style over them; its backend and interactive mode are left alone."""
     with mpl.rc_context():
         mpl.rcdefaults()
         matplotlib.style.use(STYLE)
-        return {name: mpl.rcParams[name] for name in mpl.rcParams if "backend" not in name}
+        return {name: mpl.rcParams[name] for name in mpl.rcParams if "backend" not in name and name != "interactive"}
 
 
 styled = house_style()
