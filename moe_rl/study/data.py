@@ -7,7 +7,7 @@ It reads folders only, never a model, so a study that was copied from a cluster 
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
@@ -250,13 +250,15 @@ def load(path: str | Path) -> StudyData:
     return StudyData(name, path, config, tuple(runs), notes=tuple(notes), not_started=waiting, **tables)
 
 
-def join(studies: dict[str, StudyData]) -> StudyData:
+def join(studies: Mapping[str, StudyData]) -> StudyData:
     """Several studies as one, to compare them: arms become `<key>/<arm>`, rows and declared comparisons stay. So do
     `interest`, `outcome` and `alarms` where all studies have the same; else there are the defaults, of which outcome is
     noted. Raises StudyDataError for what is no loaded study.
 
     >>> join({"lag 0": load("runs/a"), "lag 2": load("runs/b")}).rollouts      # doctest: +SKIP
     """
+    if not isinstance(studies, Mapping):
+        raise StudyDataError(f"join: expected studies by name, {{'a': load(...), ...}}, got {type(studies).__name__}")
     runs, notes, declared, compared = [], [], {}, []
     tables: dict[str, list[pd.DataFrame]] = {name: [] for name in FIELDS.values()}
     for key, data in studies.items():

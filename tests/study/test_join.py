@@ -28,6 +28,8 @@ def test_a_path_is_no_study_to_join():
     try:
         with pytest.raises(StudyDataError, match=r"join: 'mine' is 'runs/mine', and loaded studies are joined"):
             join({"mine": "runs/mine"})
+        with pytest.raises(StudyDataError, match=r"join: expected studies by name, .*, got list"):
+            join([])
     finally:
         config.update("jaxtyping_disable", False)
 
