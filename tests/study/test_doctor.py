@@ -223,10 +223,9 @@ def test_a_run_is_planned_over_the_processes_that_it_would_have():
     assert said["processes"]["found"] == "distributed.processes: 8, and devices here: 1"
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", "mps"])
-def test_processes_that_share_the_hosts_memory_need_it_together(accelerator):
+def test_processes_that_share_the_hosts_memory_need_it_together():
     of_one = plan(parse_study(STUDY).resolve("tied", 0), 4).peak
-    here = replace(H200, accelerator=accelerator, device_bytes=4 * of_one - 1, host_bytes=10**12)
+    here = replace(H200, accelerator="cpu", device_bytes=4 * of_one - 1, host_bytes=10**12)
     for machine, base in (
         (replace(here, devices=("x",) * 4, asked=True), {}),
         (here, {"distributed": {"strategy": "fsdp2", "processes": 4}}),
