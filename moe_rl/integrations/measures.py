@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from moe_rl.measure.arithmetic import joined
-from moe_rl.measure.metrics import balance_metrics, change_metrics, ratio_metrics, update_ratio_metrics, variance
+from moe_rl.measure.metrics import balance_metrics, change_metrics, routing_ratio_metrics, update_ratio_metrics
 from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
@@ -108,12 +108,8 @@ def measure(model: nn.Module, probes: Sequence[ProbeBatch], ranks: Ranks) -> tup
     known = [entropy for entropy in entropies if entropy is not None]
     if len(known) == len(probes):
         metrics["entropy"] = ranks.rows(torch.cat(known))[mask].mean()
-    for name, parts in (("natural", live), ("replayed", forced)):
-        gathered = ranks.rows(torch.cat(parts))
-        log_ratio = token_log_ratio(gathered, old_logps, mask)
-        metrics[f"var_token_{name}"] = variance(log_ratio[mask].double())
-        metrics[f"var_sequence_{name}"] = variance(sequence_log_ratio(gathered, old_logps, mask)[mask.any(1)].double())
-        metrics |= {f"{key}_{name}": value for key, value in ratio_metrics(log_ratio, mask).items()}
+    both = {"natural": ranks.rows(torch.cat(live)), "replayed": ranks.rows(torch.cat(forced))}
+    metrics |= routing_ratio_metrics(both, old_logps, mask)
     metrics |= balance_metrics(ranks.sums(expert_load(routes, tokens)))
     churn = ranks.rows(active_set_churn(old, routes, tokens).to(mask.device))
     metrics["active_set_churn"] = churn[mask.any(1)].mean()

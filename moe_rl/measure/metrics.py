@@ -6,14 +6,14 @@ Every name that they return is defined, with its unit and source, in `moe_rl.mea
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from moe_rl.objectives.ratios import as_bool_mask, check_shapes
+from moe_rl.objectives.ratios import as_bool_mask, check_shapes, sequence_log_ratio, token_log_ratio
 from moe_rl.routing import ChangeCounts, RoutedExperts
 from moe_rl.routing.router_stats import (
     active_set_churn,
@@ -98,6 +98,22 @@ def update_ratio_metrics(
         "var_sequence_log_ratio": variance(sequence_log_ratio[mask.any(1)]),
         **ratio_metrics(log_ratio, mask),
     }
+
+
+@torch.no_grad()
+def routing_ratio_metrics(
+    logps: Mapping[str, Float[Tensor, "B T"]], old_logps: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> dict[str, Any]:
+    """One policy's log-probabilities of the same tokens under several routings ("natural", "replayed"), each against
+    `old_logps`; nats. Variances of the log-ratio over tokens and over sequences (nats²) and `ratio_metrics`, each name
+    with the routing behind it."""
+    metrics: dict[str, Any] = {}
+    for routing, new in logps.items():
+        log_ratio, sequences = (of(new, old_logps, mask) for of in (token_log_ratio, sequence_log_ratio))
+        metrics[f"var_token_{routing}"] = variance(log_ratio[mask])
+        metrics[f"var_sequence_{routing}"] = variance(sequences[mask.any(1)])
+        metrics |= {f"{name}_{routing}": value for name, value in ratio_metrics(log_ratio, mask).items()}
+    return metrics
 
 
 def variance(values: Float[Tensor, " n"]) -> Float[Tensor, ""]:

@@ -17,12 +17,10 @@ from moe_rl.measure.metrics import (
     as_logits,
     change_metrics,
     load_metrics,
-    ratio_metrics,
     router_metrics,
     routing_confidence,
-    variance,
+    routing_ratio_metrics,
 )
-from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 from moe_rl.training.batch import Batch
 from moe_rl.training.probe_options import Decomposition, replay_gradients
@@ -90,11 +88,7 @@ class Probe:
         entropy, natural = (ranks.gather(values, len(part)) for values in (live.entropy, live.logps))
         routes = ranks.gather_routes(recording.routes, len(part))
         metrics = change_metrics(change_counts(part.routes, routes, mask)) | {"entropy": entropy[mask].mean()}
-        for name, logps in (("natural", natural), ("replayed", replayed)):
-            log_ratio = token_log_ratio(logps, part.live_old_logps, mask)
-            metrics[f"var_token_{name}"] = variance(log_ratio[mask])
-            metrics[f"var_sequence_{name}"] = variance(sequence_log_ratio(logps, part.live_old_logps, mask))
-            metrics |= {f"{key}_{name}": value for key, value in ratio_metrics(log_ratio, mask).items()}
+        metrics |= routing_ratio_metrics({"natural": natural, "replayed": replayed}, part.live_old_logps, mask)
         metrics |= load_metrics(part.routes, routes, mask)
         logits, kept, routers = self._response_logits(live), self.old_logits or [], dict[str, Tensor]()
         if len(logits) == len(kept) == len(routes.sites):

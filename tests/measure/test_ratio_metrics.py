@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe_rl.measure import metrics as of_updates
 from moe_rl.measure import peer_metrics
-from moe_rl.measure.metrics import effective_share, ratio_metrics, update_ratio_metrics
+from moe_rl.measure.metrics import effective_share, ratio_metrics, routing_ratio_metrics, update_ratio_metrics
 from moe_rl.measure.peer_metrics import gap_metrics
 
 LN2 = math.log(2)
@@ -36,6 +36,15 @@ def test_spread_of_three_tokens():
     assert metrics["var_within"] == pytest.approx(LN2**2 / 2)  # ln²2 in the first, 0 in the second
     assert metrics["max_token_kl_max"] == pytest.approx(3 - 2 * LN2)
     assert metrics["max_token_kl_mean"] == pytest.approx((3 - 2 * LN2 - 0.75 + 2 * LN2) / 2)
+
+
+def test_each_routing_has_its_variances_and_metrics():
+    # Tokens d = 0, 2 ln 2, -2 ln 2: mean 0, variance (4 + 4) ln²2 / 2. Sequences ln 2 and -2 ln 2: 9/2 ln²2.
+    metrics = routing_ratio_metrics({"natural": D, "replayed": torch.zeros_like(D)}, torch.zeros_like(D), MASK)
+    assert float(metrics["var_token_natural"]) == pytest.approx(4 * LN2**2)
+    assert float(metrics["var_sequence_natural"]) == pytest.approx(4.5 * LN2**2)
+    assert float(metrics["var_token_replayed"]) == float(metrics["var_sequence_replayed"]) == 0
+    assert (metrics["extreme_3_natural"], metrics["extreme_3_replayed"]) == (2, 0)
 
 
 def test_equal_policies_give_zeros_and_full_samples():
