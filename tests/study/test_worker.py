@@ -21,6 +21,21 @@ def wait(worker, log):
     return until(lambda: worker.ended(log))
 
 
+def starts(monkeypatch, change):
+    """Workers begin with this line of code."""
+    begin, code = subprocess.Popen, f"import moe_rl.study.worker as worker; {change}; worker.serve()"
+    monkeypatch.setattr(
+        "moe_rl.study.worker.subprocess.Popen",
+        lambda words, **how: begin([words[0], "-c", code, words[-1]], **how),
+    )
+
+
+@pytest.fixture
+def light(monkeypatch):
+    """Workers import nothing before their first run: what the tests that ask for this run needs no transformers."""
+    starts(monkeypatch, "worker.NEEDED = ()")
+
+
 @pytest.fixture
 def worker(tmp_path):
     worker = Worker("native", tmp_path / "worker.log")
@@ -28,7 +43,7 @@ def worker(tmp_path):
     worker.stop()
 
 
-def test_a_worker_goes_on_after_runs_that_ended_well_badly_and_by_a_signal(worker, tmp_path):
+def test_a_worker_goes_on_after_runs_that_ended_well_badly_and_by_a_signal(light, worker, tmp_path):
     said = {}
     for name, arguments in {"good": ["--version"], "bad": ["stdy"], "again": ["--version"]}.items():
         worker.begin(arguments, tmp_path / name)
@@ -40,16 +55,9 @@ def test_a_worker_goes_on_after_runs_that_ended_well_badly_and_by_a_signal(worke
     assert worker.alive() and (tmp_path / "worker.log").read_text() == ""
 
 
-SPAWNS = "import moe_rl.study.worker as worker; worker._may_fork = lambda: False; worker.serve()"
-
-
 def test_where_a_worker_may_not_fork_its_runs_are_the_same(monkeypatch, tmp_path):
     """On a Mac, and beside a GPU."""
-    begin = subprocess.Popen
-    monkeypatch.setattr(
-        "moe_rl.study.worker.subprocess.Popen",
-        lambda words, **how: begin([words[0], "-c", SPAWNS, words[-1]], **how),
-    )
+    starts(monkeypatch, "worker._may_fork = lambda: False")
     worker = Worker("native", tmp_path / "worker.log")
     try:
         for name, arguments, status in (("good", ["--version"], 0), ("bad", ["stdy"], 2)):
@@ -61,7 +69,7 @@ def test_where_a_worker_may_not_fork_its_runs_are_the_same(monkeypatch, tmp_path
 
 
 @NEEDS_PROC
-def test_of_a_worker_that_is_killed_no_run_goes_on_and_each_says_why(tmp_path):
+def test_of_a_worker_that_is_killed_no_run_goes_on_and_each_says_why(light, tmp_path):
     """Also of one whose run has forked a process that lives on and holds what it would be heard by."""
     processes, study = Processes(), begun(tmp_path)[0]
     runs = [
@@ -151,7 +159,7 @@ def child_of(worker, log):
 
 
 @NEEDS_PROC
-def test_runs_of_a_worker_go_side_by_side_and_end_with_it(worker, tmp_path):
+def test_runs_of_a_worker_go_side_by_side_and_end_with_it(light, worker, tmp_path):
     study, log = begun(tmp_path)
     worker.begin(["watch", study], log)
     child = child_of(worker.process.pid, log)
