@@ -1,4 +1,4 @@
-"""Who makes the runs of a study: what a launcher does, and the one that uses processes of this machine."""
+"""Launchers, which make the runs of a study: their protocol, and the launcher that uses processes of this machine."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,29 +14,37 @@ from moe_rl.study.worker import Worker
 
 
 class NotTakenError(RuntimeError):
-    """A run that could not be started now, and may be later; the message says why."""
+    """Error for a run that cannot be started now, and may be later; the message says why."""
 
 
 class Launcher(Protocol):
-    """Makes runs somewhere, many at a time. How far each is, its run folder says."""
+    """Protocol of a launcher: makes many runs at a time somewhere; each run folder says how far its run is."""
 
     def check(self, run: Run) -> None:
-        """Raises ConfigError, or what `moe_rl.study.run.check_here` does, for a run that cannot be made so."""
+        """Raise ConfigError, or what `moe_rl.study.run.check_here` raises, for a run that cannot be made by this
+        launcher."""
 
     def start(self, run: Run, arguments: Sequence[object]) -> None:
-        """Begin `moe-rl ARGUMENTS`, which is `run`; what it prints goes to `run.log`. Raises NotTakenError, or
-        ConfigError where this run cannot be started by trying again."""
+        """Begin `moe-rl ARGUMENTS`, the command of `run`; its output goes to `run.log`.
+
+        Raises NotTakenError, or ConfigError if trying again cannot start this run.
+        """
 
     def ended(self, run: Run) -> bool | None:
-        """Whether it finished; None while it goes on. Sets `run.note` and `run.problem`."""
+        """Return whether the run finished (False: it ended before); None while it goes on.
+
+        Sets `run.note` and `run.problem`.
+        """
 
     def leave(self) -> None:
-        """The study goes no further."""
+        """End the launcher's work, because the study goes no further."""
 
 
 class Processes:
-    """Processes of this machine, one thread each, started by one worker for each kind of kernels; they end with the
-    study."""
+    """Launcher that makes runs as processes of this machine, one thread each, which end with the study.
+
+    One worker for each kind of CPU kernels starts the processes.
+    """
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
@@ -79,8 +87,11 @@ class Processes:
 
 
 def check_roundings(names: Sequence[str], native: str) -> None:
-    """Raises ConfigError unless every one of `names` is another instruction set than `native`, and one that this
-    processor has: torch would use what it is told to and die of an illegal instruction."""
+    """Raise ConfigError unless each name is `native` or a smaller instruction set than `native`, which this processor
+    has.
+
+    Torch would use any other instruction set that it is told to, and die of an illegal instruction.
+    """
     smaller = {"AVX512": ("avx2", "default"), "AVX2": ("default",)}.get(native, ())
     for name in names:
         if name not in ("native", *smaller):
@@ -91,8 +102,10 @@ def check_roundings(names: Sequence[str], native: str) -> None:
 
 
 def workers_of(study: StudyConfig, launcher: str, repeats: int) -> int:
-    """Runs at a time: one per core, one thread each; one in all where there is a GPU, or where a run has the vLLM of
-    another machine, which it lends to one at a time; all of them as jobs."""
+    """Return how many runs are made at a time: one per core, one thread each, or all of them as jobs.
+
+    One in all if there is a GPU, or if a run has the vLLM of another machine, which serves one run at a time.
+    """
     engines = [study.resolve(arm, study.seeds[0]).rollout.engine for arm in study.arms]
     if any(engine.kind == "vllm" and vllm_url(engine) for engine in engines):
         return 1
