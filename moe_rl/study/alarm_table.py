@@ -11,8 +11,10 @@ from moe_rl.study.data import FIELDS, StudyData
 
 @per_study
 def study_alarms(data: StudyData) -> dict[tuple[str, int], RunAlarms]:
-    """Return (arm, seed) -> the run's alarms, by the study's own thresholds and added alarms, else those of
-    `ALARMS`."""
+    """Return (arm, seed) -> the alarms of that run.
+
+    The thresholds and additional alarms of the study come before those of `ALARMS`.
+    """
     alarms = alarms_of(data.config.get("alarms"))
     found = {(run.arm, run.seed): RunAlarms(alarms, run.responses == "policy") for run in data.runs}
     wanted: dict[str, set[str]] = {"rollout": {"reward"}}

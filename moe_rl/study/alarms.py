@@ -56,7 +56,7 @@ class Alarm:
     declared: bool = False
 
     def reads(self, row: Mapping[str, Any]) -> bool:
-        """Return whether a row is one of those that may have the signal."""
+        """Return whether a row is one of those in which the alarm's signal may be."""
         return row.get("kind") == self.kind and (self.kind != "engine" or row.get("pair") == "engines")
 
     def value(self, row: Mapping[str, Any]) -> float | None:
@@ -257,17 +257,17 @@ class RunAlarms:
     @property
     def seen(self) -> dict[str, int]:
         """Number of values that each alarm's signal has had, by the alarm's name."""
-        return {name: signal.told().seen for name, signal in self._signals.items()}
+        return {name: signal.evaluated().seen for name, signal in self._signals.items()}
 
     @property
     def nulls(self) -> dict[str, list[int]]:
         """Steps at which an alarm's metric was null (not finite, or not available), by alarm; without empty lists."""
-        return {name: list(steps) for name, signal in self._signals.items() if (steps := signal.told().nulls)}
+        return {name: list(steps) for name, signal in self._signals.items() if (steps := signal.evaluated().nulls)}
 
     @property
     def crossed(self) -> dict[str, list[tuple[int, float]]]:
         """By alarm, the steps at which its signal crossed, each once, with the first value that crossed there."""
-        return {name: list(signal.told().crossed.items()) for name, signal in self._signals.items()}
+        return {name: list(signal.evaluated().crossed.items()) for name, signal in self._signals.items()}
 
     @property
     def collapse(self) -> int | None:
@@ -305,10 +305,10 @@ class RunAlarms:
 
 
 class _Signal:
-    """The values of one alarm in a run's rows: number `seen`, steps of `nulls`, first crossing value of a step in
-    `crossed`.
+    """The values of one alarm in a run's rows: number `seen`, steps of `nulls`, and crossings.
 
-    A value is evaluated once; all values are evaluated again if a row came late, or in place of another row.
+    `crossed` maps a step to the first value that crossed there. A value is evaluated once; all values are evaluated
+    again if a row came late, or in place of another row.
     """
 
     def __init__(self, alarm: Alarm):
@@ -331,7 +331,7 @@ class _Signal:
             self._values[key] = value
             self._new.append((key, value))
 
-    def told(self) -> "_Signal":
+    def evaluated(self) -> "_Signal":
         """Evaluate the values that are new since the last call, or all if a row came late, and return this signal."""
         if self._late:
             self._begin()

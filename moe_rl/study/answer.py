@@ -1,4 +1,4 @@
-"""First answers of a study's report: whether arms differ, what replay and GSPO did for GRPO, and what n can say.
+"""First answers of a report: whether arms differ, GRPO needed replay, GSPO did without replay, and what n can say.
 
 The answers are written by rule from the verdicts of the comparisons. The line on whether arms differ is there if some
 comparison is neither of replay with GRPO nor of GSPO with one of the two, or if there are no comparisons. If fewer than
@@ -62,7 +62,7 @@ def answer(data: StudyData) -> Answer:
     others = [p for p in pairs if p not in replay and p not in gspo]
     told = [_resolved(data, others)] if others or not pairs else []
     named: dict[str, None] = {}  # arms of which an earlier line says how many runs failed
-    for question, asked in ((_need, replay), (_without, gspo)):
+    for question, asked in ((_need, replay), (_without_replay, gspo)):
         if asked:
             told.append(question(data, asked, _failures_of(data, asked, named)))
             named |= _arms(asked)
@@ -96,7 +96,7 @@ def _need(data: StudyData, pairs: Sequence[Pair], failures: str) -> Line:
     return Line("Did GRPO need replay?", _answers(data, pairs, words), failures)
 
 
-def _without(data: StudyData, pairs: Sequence[Pair], failures: str) -> Line:
+def _without_replay(data: StudyData, pairs: Sequence[Pair], failures: str) -> Line:
     """Return the line on whether GSPO did without replay: against replay if that was compared, else against GRPO."""
     with_replay = {p.noise for p in pairs if _methods(data, p)[1] == REPLAY}
     told = [p for p in pairs if _methods(data, p)[1] == REPLAY or p.noise not in with_replay]

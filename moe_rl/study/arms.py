@@ -14,8 +14,10 @@ from moe_rl.study.words import two
 Result = TypeVar("Result")
 
 METHOD_FIELDS = ("method", "objective", "replay", "noise", "trainer", "run", "seed", "arm", "label", "note")
-"""Parts of a configuration in which arms of one condition may differ and still be the same experiment. Some of these
-parts exist only in other trainers' runs; `run` is where a run writes and what it says."""
+"""Parts of a configuration in which arms of one condition may differ and still be the same experiment.
+
+Some of these parts exist only in other trainers' runs; `run` is where a run writes and what it says.
+"""
 
 
 def per_study(compute: Callable[[StudyData], Result]) -> Callable[[StudyData], Result]:

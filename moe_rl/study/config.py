@@ -53,16 +53,16 @@ class StudyConfig:
     notes: str = ""
     comparisons: tuple[tuple[str, str], ...] | None = None
     """Pairs of arms [treatment, control] that the study is to compare: one family, fixed before it is run. None: each
-    arm of a condition with the first, where they differ in the method alone or in something else alone; the report says
-    that they were not declared."""
+    arm of a condition is compared with the first, if the two differ in the method alone or in something else alone; the
+    report says that such comparisons were not declared."""
     outcome: Outcome = "sampled"
     """What a final reward is, and with it what is compared: the mean of the last steps, of responses that the rollout
     engine samples; or the held-out reward of the last policy, whose responses the training engine samples."""
     interest: float = 0.05
     """Smallest difference of final reward that is of interest."""
     alarms: dict[str, Any] = field(default_factory=dict)
-    """Thresholds of its own in place of those of `moe_rl.study.alarms`, by name, null to switch one off; and alarms
-    that it adds, each by its fields (`moe_rl.study.alarms.FIELDS`)."""
+    """The study's own thresholds in place of those of `moe_rl.study.alarms`, by name, null to switch an alarm off; and
+    alarms that the study adds, each by its fields (`moe_rl.study.alarms.FIELDS`)."""
 
     def with_arms(self, names: Sequence[str]) -> "StudyConfig":
         """Return the study with some of its arms, in its own order, and the comparisons among them.

@@ -282,7 +282,7 @@ def join(studies: Mapping[str, StudyData]) -> StudyData:
     config: dict[str, Any] = {"arms": declared}
     configs = [data.config for data in studies.values()]
     if compared or all(isinstance(own.get("comparisons"), list | tuple) for own in configs):
-        config["comparisons"] = compared  # an empty list if every study declares one
+        config["comparisons"] = compared  # an empty list if every study declares an empty list
     for name in ("interest", "outcome", "alarms"):
         if all(name in own and own[name] == configs[0][name] for own in configs):
             config[name] = configs[0][name]
@@ -315,7 +315,7 @@ def declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _drawable(label: str) -> str:
     """Return the label, with its dollars escaped if figures could not draw it.
 
-    Only the command that runs a study refuses such labels; other folders may have them.
+    The command that runs a study refuses such labels; a study from elsewhere may have them.
     """
     return label.replace("$", r"\$") if not_mathematics(label) else label
 

@@ -65,9 +65,9 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Return what this machine has.
+    """Return what this machine has: devices, host memory and disk space.
 
-    That is devices with the memory that is free on the fullest, available host memory, and free disk space in this
+    Device memory is what is free on the fullest device, host memory what is available, disk what is free in this
     folder.
     """
     host, disk = available_memory(), shutil.disk_usage(".").free
@@ -182,10 +182,9 @@ def check_machine_parts(machine: Machine) -> list[Check]:
 
 
 def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan | None, str]:
-    """Compare what a study needs, for its most demanding arm, with what there is; return checks, that arm's plan and
-    name.
+    """Check what a study needs, for its most demanding arm, against what there is; return checks, plan and arm.
 
-    The plan is None if the model's configuration is not at hand or peft, which the study needs, is missing.
+    The plan is None if the model's configuration is not at hand, or peft is missing and an arm needs it.
     """
     runs = {arm: study.resolve(arm, study.seeds[0]) for arm in study.arms}
     checks = [check_options(runs), *check_parts(runs, machine), *check_comparisons(study)]
@@ -299,7 +298,7 @@ def check_task(run: RunConfig) -> list[Check]:
 def check_comparisons(study: StudyConfig) -> list[Check]:
     """Check that the declared comparisons have the pairs of seeds that a verdict needs.
 
-    After the runs a user would learn too late that they have not.
+    A user who hears of missing pairs after the runs hears of them too late.
     """
     seeds = {name: set(arm.seeds or study.seeds) for name, arm in study.arms.items()}
     pairs = [len(seeds[arm] & seeds[other]) for arm, other in study.comparisons or ()]

@@ -28,8 +28,10 @@ SHARES = {
     "site_change": ("sites_changed", "sites"),
     "f2": ("extreme_2_natural", "tokens"),
 }
-"""Shares of probes, pooled over rows: name -> (numerator, denominator). f2: tokens with max(r, 1/r) > 2, live
-routing."""
+"""Shares of probes, pooled over rows: name -> (numerator, denominator).
+
+f2: tokens with max(r, 1/r) > 2, by live routing.
+"""
 PREFIXES = (5, 10, 20)
 """Numbers of first steps over which a signal is averaged."""
 FEWEST = 5
@@ -40,7 +42,7 @@ def signals(data: StudyData, steps: int) -> pd.DataFrame:
     """Return one row per (arm, seed): the mean of each signal over the first `steps` steps.
 
     `REWARD` is taken from rollouts, other signals from updates as they were made (with the arm's replay and noise) and
-    from probes with live routing; `SHARES` are pooled.
+    from probes, which route live; `SHARES` are pooled.
     """
     key = ["arm", "seed"]
     rollouts, updates, probes = (t[t["step"] < steps] for t in (data.rollouts, data.updates, data.probes))
@@ -68,11 +70,11 @@ def origins(data: StudyData, study: str) -> pd.DataFrame:
 def run_signals(data: StudyData, prefixes: Sequence[int] = PREFIXES) -> pd.DataFrame:
     """Return one row per finished run and prefix of its steps: the `signals` of the prefix, and how the run ended.
 
-    Runs: those with a final reward, of which it can be told whether they failed (`judged` in `final_rewards`) or which
-    collapsed. Prefixes: those that the run is longer than (a run that is over by then has no later end that signals
-    could tell). Columns: arm, seed, steps (of the prefix), `final`, `bad` (failed, ended below its start or collapsed,
-    see `run_outcomes`), the `signals`; `cold_start` and `run`, by which the same initial weights and the same run are
-    known in other studies (first 16 digits of SHA-256).
+    Runs are those with a final reward that collapsed, or of which it can be told whether they failed (`judged` in
+    `final_rewards`). Prefixes are those that the run is longer than (a run that is over by then has no later end that
+    signals could tell). Columns: arm, seed, steps (of the prefix), `final`, `bad` (failed, ended below its start or
+    collapsed, see `run_outcomes`), the `signals`; `cold_start` and `run`, by which the same initial weights and the
+    same run are known in other studies (first 16 digits of SHA-256).
     """
     if REWARD not in data.rollouts:
         return pd.DataFrame(columns=["arm", "seed", "cold_start", "run", "final", "bad", "steps"])
@@ -101,10 +103,10 @@ def _digest(text: str) -> str:
 
 
 def auc(values: np.ndarray, bad: np.ndarray) -> float:
-    """Return the area under the ROC curve of a signal that is to tell which runs ended badly.
+    """Return the area under the ROC curve of a signal, by which it tells apart the runs that ended badly.
 
-    That is the chance that the signal of a run that ended badly is above that of one that did not (ties half). NaN if
-    all runs ended alike.
+    The area is the chance that the signal of a run that ended badly is above that of a run that did not (ties half).
+    NaN if all runs ended alike.
     """
     known = np.isfinite(values)
     values, bad = values[known], bad[known]
@@ -251,18 +253,18 @@ def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000, level:
                     "steps": steps,
                     "runs": int(known.sum()),
                     "bad": int(bad[known].sum()),
-                    **_with_ends("auc", [auc(values[d], bad[d]) for d in draws], level),
-                    **_with_ends("within", [auc_within(values, pairs, times) for times in counts], level),
+                    **_with_interval("auc", [auc(values[d], bad[d]) for d in draws], level),
+                    **_with_interval("within", [auc_within(values, pairs, times) for times in counts], level),
                     "pairs": int((known[pairs[0]] & known[pairs[1]]).sum()),
-                    **_with_ends("correlation", [rank_correlation(values[d], final[d]) for d in draws], level),
-                    **_with_ends("correlation_within", among[:, 0], level),
-                    **_with_ends("beyond_reward", among[:, 1], level),
+                    **_with_interval("correlation", [rank_correlation(values[d], final[d]) for d in draws], level),
+                    **_with_interval("correlation_within", among[:, 0], level),
+                    **_with_interval("beyond_reward", among[:, 1], level),
                 }
             )
     return pd.DataFrame(rows)
 
 
-def _with_ends(name: str, values: Sequence[float] | np.ndarray, level: float) -> dict[str, float]:
+def _with_interval(name: str, values: Sequence[float] | np.ndarray, level: float) -> dict[str, float]:
     """Return a number with its interval: the first of `values` is of all runs, the others are of resamples."""
     first, *draws = map(float, values)
     known = [d for d in draws if np.isfinite(d)]

@@ -12,8 +12,10 @@ import pandas as pd
 from moe_rl.study.data import StudyData
 
 FLOORS = {"own": ("repeat", "batch", "experts"), "bf16": ("bf16",)}
-"""Name of a floor -> the variants of which it is the largest. `own`: what a run meets in its own arithmetic; `bf16`:
-what a copy of that precision adds."""
+"""Name of a noise floor -> the variants of which it is the largest.
+
+`own` is what a run meets in its own arithmetic, `bf16` what a copy of that precision adds.
+"""
 MISSING = "Noise floor {}: not recorded. "
 
 

@@ -25,8 +25,7 @@ KINDS = tuple(ROWS)
 _OF_A_RUN = ("label", "note", "run", "distributed")
 """Parts of a configuration that each run of an arm may have in its own way."""
 SOURCES = {"sft": "demonstrations", "rft": "initial", "dpo": "initial"}
-"""Objective -> source of the responses that it learns from, if those are not its own policy's; `method.source` comes
-first."""
+"""Objective that learns from others' responses than its own policy's -> their source, unless `method.source` is set."""
 
 
 class StudyDataError(ValueError):
@@ -50,8 +49,8 @@ class Run:
         return f"{self.arm}/seed{self.seed}"
 
     def setting(self, name: str, default: Any = None) -> Any:
-        """Return a setting from the top of the configuration or from its `method`, `objective` or `arm`, in this
-        order."""
+        """Return a setting: of the top of the configuration, else of its `method`, `objective` or `arm`, else
+        `default`."""
         for place in (self.config, self.config.get("method"), self.config.get("objective"), self.config.get("arm")):
             if isinstance(place, dict) and place.get(name) is not None and not isinstance(place[name], dict):
                 return place[name]
@@ -91,8 +90,7 @@ class Run:
 
     @property
     def method(self) -> str:
-        """Objective and replay in one word, by which colours are chosen: `grpo`, `grpo_replay`, `grpo_pr2`, `gspo`,
-        ..."""
+        """Objective and replay in one word, the key of a colour in figures: `grpo`, `grpo_replay`, `grpo_pr2`, ..."""
         kind = self.replay.lower()
         return self.objective if kind in ("none", "") else f"{self.objective}_{'pr2' if kind == 'pr2' else 'replay'}"
 
@@ -267,8 +265,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a mapping from a JSON file; another value is returned as `{"value": ...}`. Raises StudyDataError: no valid
-    JSON."""
+    """Read a mapping from a JSON file; any other value is returned as `{"value": ...}`.
+
+    Raises StudyDataError: the file cannot be read or is no JSON; the message names the file.
+    """
     try:
         content = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -51,8 +51,8 @@ def run_study(
 ) -> None:
     """Run every (arm, seed) of `study` under `output`, `workers` at a time; finished runs are kept.
 
-    Each of `roundings` repeats the whole study, cold starts included, with other CPU kernels: `native` in `output` itself,
-    the others in `output/rounding_NAME`, which is a study folder of its own.
+    Each of `roundings` repeats the whole study, cold starts included, with other CPU kernels: `native` in `output`
+    itself, any other in `output/rounding_NAME`, which is a study folder of its own.
 
     Args:
         launcher: `processes` of this machine, or jobs: `slurm`, `submitit-local` (see `moe_rl.study.jobs`).
@@ -83,7 +83,7 @@ def run_study(
         check_other_seeds(study, place)
     runs = [run for name, place in places.items() for run in _runs(study, place, name, make.check)]
     with sole_writer(output, command):
-        declared = {place: _declared(study, place, whole or study) for place in places.values()}
+        declared = {place: _study_yaml(study, place, whole or study) for place in places.values()}
         for place, text in declared.items():
             (place / "logs").mkdir(parents=True, exist_ok=True)
             write_atomic(place / "study.yaml", text)
@@ -129,7 +129,7 @@ def check_other_seeds(study: StudyConfig, place: Path) -> None:
                     )
 
 
-def _declared(study: StudyConfig, place: Path, whole: StudyConfig) -> str:
+def _study_yaml(study: StudyConfig, place: Path, whole: StudyConfig) -> str:
     """Return the text of a folder's `study.yaml`, which every run in the folder reads.
 
     Raises ConfigError: no run could read it, because of arms that earlier commands ran there.
@@ -146,13 +146,13 @@ def _declared(study: StudyConfig, place: Path, whole: StudyConfig) -> str:
 
 
 def with_earlier(study: StudyConfig, place: Path, whole: StudyConfig) -> StudyConfig:
-    """Return the study as its folder holds it: with the arms and seeds that earlier commands ran there.
+    """Return the study as its folder holds it: also with the arms and seeds that earlier commands ran there.
 
     Arms and seeds that this command leaves out (`--arms`, `--seeds`) are added in the order of the study file, with the
     comparisons that were declared of them.
 
-    whole: the study of the whole file, of which `study` may have some arms: a pair whose arms two commands ran is declared
-        there.
+    whole: the study of the whole file, of which `study` may have some arms: a pair whose arms two commands ran is
+        declared there.
     """
     try:
         earlier = load_study(place / "study.yaml", merged=True)
@@ -174,14 +174,15 @@ def with_earlier(study: StudyConfig, place: Path, whole: StudyConfig) -> StudyCo
         for name in dict.fromkeys((*whole.arms, *both))
         if name in both
     }
-    gone = [pair for pair in earlier.comparisons or () if not set(pair) <= whole.arms.keys()]  # of arms that the file no longer has
+    # pairs with an arm that the study file no longer has
+    gone = [pair for pair in earlier.comparisons or () if not set(pair) <= whole.arms.keys()]
     kept = tuple(pair for pair in (*(whole.comparisons or ()), *gone) if set(pair) <= arms.keys())
     comparisons = None if whole.comparisons is None and not kept else kept
     return replace(study, arms=arms, seeds=tuple(sorted(every)), comparisons=comparisons)
 
 
 def check_labels(study: StudyConfig) -> None:
-    """Raise ConfigError for a label that figures could not draw: between two `$` matplotlib reads mathematics."""
+    """Raise ConfigError for a label that figures cannot draw: between two `$` matplotlib reads mathematics."""
     for name, arm in study.arms.items():
         why = not_mathematics(arm.label)
         if why:
@@ -214,8 +215,7 @@ def _runs(study: StudyConfig, place: Path, rounding: str, check: Callable[[Run],
 
 
 def _next(waiting: list[Run], active: list[Run]) -> Run:
-    """Return the first waiting run that needs no cold start which another run is making; if there is none, the first
-    run."""
+    """Return the first waiting run that needs no cold start which another run is making, else the first run."""
     making = [run for run in active if run.starting]
     free = (run for run in waiting if not any(run.begins_like(other) for other in making))
     return next(free, waiting[0])

@@ -11,8 +11,7 @@ from moe_rl.processes import command_line
 
 
 def job_command(arguments: Sequence[str], processes: int | None, here: Any) -> list[str]:
-    """Return the command line of `moe-rl ARGUMENTS` as one process, or of this node's share of `processes` under
-    torchrun.
+    """Return the command line of `moe-rl ARGUMENTS`: one process, or this node's share of `processes` under torchrun.
 
     here: submitit's JobEnvironment.
     """

@@ -1,6 +1,7 @@
-"""Launcher that makes runs as jobs of a cluster, through submitit: the same run folders, watched from where it started.
+"""Launcher that makes runs as jobs of a cluster, through submitit.
 
-submitit hands a job its arguments (strings and numbers) in a pickle under `logs/jobs`; this module reads no pickle.
+The run folders are the same as without a cluster, and are watched from where the study was started. submitit hands a
+job its arguments (strings and numbers) in a pickle under `logs/jobs`; this module reads no pickle.
 """
 
 import json
@@ -138,8 +139,7 @@ class Jobs:
         run.problem, run.note = "", f"job {job.job_id} waits"
 
     def _submit(self, run: Run, arguments: Sequence[object]) -> Any:
-        """Submit the run as a new job, record the job's number and return the job; raise NotTakenError if either
-        fails."""
+        """Submit the run as a new job, record its number, and return the job; raise NotTakenError if that fails."""
         distributed = run.config.distributed
         processes = None if distributed.strategy == "none" else distributed.processes
         settings = {} if run.rounding == "native" else {"ATEN_CPU_CAPABILITY": run.rounding}
@@ -151,7 +151,7 @@ class Jobs:
             raise NotTakenError(f"{run.name}: the job was not taken: {' '.join(str(error).split())}") from error
         try:
             write_json(_record(run), {"cluster": self.cluster, "job": job.job_id})
-        except OSError as error:  # without it, the study, started again, would submit the run twice
+        except OSError as error:  # without a record, a study that is started again would submit the run again
             job.cancel(check=False)
             raise NotTakenError(
                 f"{run.name}: job {job.job_id} was cancelled, as {_record(run)} cannot be written ({error.strerror})"
@@ -159,9 +159,9 @@ class Jobs:
         return job
 
     def _going_on(self, run: Run) -> Any | None:
-        """Return the job that an earlier start of the study left with this run, if that job has not ended.
+        """Return the job that an earlier start of the study left with this run, if that job has not ended; else None.
 
-        Raises ConfigError: sacct cannot tell whether it has ended; a second job would write the same files.
+        Raises ConfigError: nobody can tell whether the job has ended; a second job would write the same files.
         """
         try:
             record = json.loads(_record(run).read_text())
@@ -243,7 +243,7 @@ def _record(run: Run) -> Path:
 
 
 def _state(job: Any, force: bool = False) -> str:
-    """Return the state of a job in one word, without Slurm's addition of who cancelled it.
+    """Return the state of a job in one word, without the user whom Slurm names for a cancelled job.
 
     force: ask Slurm now, instead of taking the state that submitit has.
     """

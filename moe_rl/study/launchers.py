@@ -18,11 +18,10 @@ class NotTakenError(RuntimeError):
 
 
 class Launcher(Protocol):
-    """Protocol of a launcher: makes many runs at a time somewhere; each run folder says how far its run is."""
+    """Protocol of launchers, which make many runs at a time somewhere; each run folder says how far its run is."""
 
     def check(self, run: Run) -> None:
-        """Raise ConfigError, or what `moe_rl.study.run.check_here` raises, for a run that cannot be made by this
-        launcher."""
+        """Raise ConfigError, or what `moe_rl.study.run.check_here` raises, for a run that this launcher cannot make."""
 
     def start(self, run: Run, arguments: Sequence[object]) -> None:
         """Begin `moe-rl ARGUMENTS`, the command of `run`; its output goes to `run.log`.
@@ -31,7 +30,7 @@ class Launcher(Protocol):
         """
 
     def ended(self, run: Run) -> bool | None:
-        """Return whether the run finished (False: it ended before); None while it goes on.
+        """Return whether the run finished; False if it ended unfinished, None while it goes on.
 
         Sets `run.note` and `run.problem`.
         """
@@ -48,7 +47,7 @@ class Processes:
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
-        self.makes: dict[str, Worker] = {}
+        self.worker_of: dict[str, Worker] = {}
 
     def check(self, run: Run) -> None:
         check_here(run.config)
@@ -63,34 +62,35 @@ class Processes:
 
     def start(self, run: Run, arguments: Sequence[object]) -> None:
         for rounding, other in list(self.workers.items()):
-            if rounding != run.rounding and other not in self.makes.values():
+            if rounding != run.rounding and other not in self.worker_of.values():
                 self.workers.pop(rounding).stop()
         worker = self.workers.get(run.rounding)
         if worker is None or not worker.alive():
             worker = self.workers[run.rounding] = Worker(run.rounding, run.log.with_name("worker.log"))
-        self.makes[str(run.folder)] = worker
+        self.worker_of[str(run.folder)] = worker
         worker.begin(arguments, run.log)
 
     def ended(self, run: Run) -> bool | None:
-        worker = self.makes[str(run.folder)]
+        worker = self.worker_of[str(run.folder)]
         status = worker.ended(run.log)
         if status is None:
             return None
-        del self.makes[str(run.folder)]
+        del self.worker_of[str(run.folder)]
         if status and not worker.alive():
             run.problem = f"the process that started it ended with status {status}: {last_line(worker.log)}"
         return status == 0
 
     def leave(self) -> None:
-        for worker in {*self.workers.values(), *self.makes.values()}:
+        for worker in {*self.workers.values(), *self.worker_of.values()}:
             worker.stop()
 
 
 def check_roundings(names: Sequence[str], native: str) -> None:
-    """Raise ConfigError unless each name is `native` or a smaller instruction set than `native`, which this processor
-    has.
+    """Raise ConfigError for a name that is neither `native` nor a smaller instruction set, which this processor has.
 
     Torch would use any other instruction set that it is told to, and die of an illegal instruction.
+
+    native: the instruction set that torch uses by itself.
     """
     smaller = {"AVX512": ("avx2", "default"), "AVX2": ("default",)}.get(native, ())
     for name in names:
@@ -102,9 +102,10 @@ def check_roundings(names: Sequence[str], native: str) -> None:
 
 
 def workers_of(study: StudyConfig, launcher: str, repeats: int) -> int:
-    """Return how many runs are made at a time: one per core, one thread each, or all of them as jobs.
+    """Return how many runs are made at a time: one per core, with one thread each, or as jobs all of them.
 
-    One in all if there is a GPU, or if a run has the vLLM of another machine, which serves one run at a time.
+    It is one without jobs if there is a GPU, and always if a run has the vLLM of another machine, which is lent to one
+    run at a time.
     """
     engines = [study.resolve(arm, study.seeds[0]).rollout.engine for arm in study.arms]
     if any(engine.kind == "vllm" and vllm_url(engine) for engine in engines):

@@ -1,7 +1,7 @@
-"""State of a study folder that grows, for the page of `moe-rl watch`. Stateless, so that nothing has to be kept in
-step.
+"""State of a study folder while it grows, for the page of `moe-rl watch`.
 
-`LiveStudy.overview` looks at folders and file sizes; `live_rows` reads what runs have written.
+The module is stateless, so that nothing has to be kept in step. `LiveStudy.overview` looks at folders and file sizes;
+`live_rows` reads what runs have written.
 """
 
 import time
@@ -53,8 +53,7 @@ class LiveStudy:
             raise StudyDataError(nothing_here(self.folder))
 
     def overview(self) -> dict[str, Any]:
-        """Return the runs with state and size and the arms with their looks: what changes in a running study, without
-        numbers."""
+        """Return what changes while a study runs, apart from its numbers: states of runs and looks of arms."""
         config = self._config()
         base, declared = section(config, "base"), declared_arms(config)
         runs = [
@@ -69,8 +68,7 @@ class LiveStudy:
         }
 
     def runs(self) -> list[Run]:
-        """Return declared and found runs, by arm in the study's order, then by seed; files in run folders are not
-        read."""
+        """Return declared and found runs, by arm in the study's order, then by seed, without reading their folders."""
         if self.single:
             return [Run(*folder_order(run_place(self.folder)), self.folder)]
         config = self._config()
@@ -90,7 +88,7 @@ class LiveStudy:
     def responses(self, name: str) -> str:
         """Return whose responses the run called ARM/seedN learns from (`Run.responses`).
 
-        Before the run has written its config.yaml, the answer is the default of `Run.responses`.
+        The run's config.yaml says it, as soon as the run has written that file.
         """
         run = self.run(name)
         return replace(run, config=_read_yaml(run.folder / "config.yaml")).responses
@@ -132,8 +130,8 @@ class LiveStudy:
     def _state(self, run: Run) -> dict[str, Any]:
         """Return the state of one run, with its problem, steps, bytes and times.
 
-        state: `done`, `failed` (its log ends with an error, or a finished run has lost files), `stopped` (unfinished, and
-            nothing writes to it), `running` (unfinished), `starting` or `waiting`.
+        state: `done`, `failed` (its log ends with an error, or a finished run has lost files), `stopped` (unfinished,
+            and nothing writes to its folder), `running` (unfinished), `starting` or `waiting`.
         written: when the last row was written, in seconds since 1970.
         """
         metrics = run.folder / "metrics.jsonl"

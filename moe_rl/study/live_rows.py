@@ -55,10 +55,10 @@ def new_rows(path: Path, since: str = "", metrics: Mapping[str, Mapping[str, Any
 
 
 def new_sites(path: Path, since: str = "") -> dict[str, Any]:
-    """Return slot change by routing site, from probe rows after the cursor `since`: rows [step, update, [fraction,
-    ...]].
+    """Return the slot change by routing site, from probe rows after the cursor `since`.
 
-    `floor` is the same with equal weights: [own or bf16, [fraction, ...]] of each variant of a floor in the rows.
+    `rows` are [step, update, [fraction, ...]]. `floor` is the same with equal weights: [own or bf16, [fraction, ...]]
+    of each variant of a floor in the file's new rows.
     """
     rows, answer = read_since(path, since)
     found: list[list[Any]] = []
