@@ -1,11 +1,11 @@
-"""Many runs -> numbers, figures, a report.
+"""Package for studies of many runs: running them, loading their folders as tables, statistics, figures and reports.
 
     from moe_rl import study
     data = study.load("runs/replay_vs_gspo")      # tidy DataFrames: rollouts, updates, probes, evals, tokens
     study.figures.reward(data)                    # a figure with its table and caption
     study.statistics.seed_interval([...])         # intervals across seeds
 
-Submodules are imported when they are first used: reading tables needs no torch, numbers need no matplotlib.
+Submodules are imported at their first use, so that reading tables needs no torch and statistics need no matplotlib.
 """
 
 from importlib import import_module

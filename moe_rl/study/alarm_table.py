@@ -1,4 +1,4 @@
-"""The alarms of a study's runs, as the report and its figure show them."""
+"""Tables of the alarms of a study's runs, for the report and its figure: crossings by arm, and collapsed runs."""
 
 from statistics import median
 from typing import Any
@@ -11,7 +11,10 @@ from moe_rl.study.data import FIELDS, StudyData
 
 @per_study
 def study_alarms(data: StudyData) -> dict[tuple[str, int], RunAlarms]:
-    """(arm, seed) -> its alarms, with the thresholds that the study sets itself."""
+    """Return (arm, seed) -> the alarms of that run.
+
+    The thresholds and additional alarms of the study come before those of `ALARMS`.
+    """
     alarms = alarms_of(data.config.get("alarms"))
     found = {(run.arm, run.seed): RunAlarms(alarms, run.responses == "policy") for run in data.runs}
     wanted: dict[str, set[str]] = {"rollout": {"reward"}}
@@ -26,8 +29,11 @@ def study_alarms(data: StudyData) -> dict[tuple[str, int], RunAlarms]:
 
 
 def alarm_rows(data: StudyData) -> list[dict[str, Any]]:
-    """One row per alarm whose signal any run has, and per alarm that the study adds: title, rule, source, and by arm
-    `crossed` runs `of` those with the signal and the median `first` step of those that crossed."""
+    """Return one row per alarm: title, rule, source and, in `arms`, how many runs of each arm crossed its threshold.
+
+    By arm: `crossed` runs `of` those with the signal, and the median `first` step of those that crossed. An alarm whose
+    signal no run has is left out, unless the study adds it.
+    """
     runs = study_alarms(data)
     rows = []
     for alarm in alarms_of(data.config.get("alarms")):
@@ -44,7 +50,10 @@ def alarm_rows(data: StudyData) -> list[dict[str, Any]]:
 
 
 def collapses(data: StudyData) -> list[dict[str, Any]]:
-    """Runs that collapsed: run, label, step, and the alarms crossed by then as (title, step), earliest first."""
+    """Return one dict per run that collapsed: run (ARM/seedN), label, step of the collapse, and `first`.
+
+    `first` lists the alarms crossed by then as (title, step), earliest first.
+    """
     return [
         {
             "run": f"{arm}/seed{seed}",

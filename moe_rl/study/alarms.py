@@ -1,8 +1,9 @@
 # ruff: noqa: E501  (a table: one alarm, one line)
 """Alarms: at which steps a monitored signal crossed its threshold, and which signals crossed before a collapse.
 
-`ALARMS` is the table: every threshold with where it comes from. A study's file may set its own (`alarms: {ess: 0.5}`;
-null switches one off) and add alarms on any metric (`alarms: {low: {metric: rollout.reward, below: 0.2, window: 5}}`).
+`ALARMS` is the table of all thresholds, each with its source. A study file may set thresholds of its own
+(`alarms: {ess: 0.5}`; null switches an alarm off) and add alarms on any metric
+(`alarms: {low: {metric: rollout.reward, below: 0.2, window: 5}}`).
 An alarm is no verdict: published thresholds are rules of thumb for large models, and no work has calibrated one against
 collapses.
 """
@@ -26,20 +27,20 @@ from moe_rl.study.words import not_mathematics
 
 @dataclass(frozen=True)
 class Alarm:
-    """One signal and its threshold.
+    """One alarm: a signal, which is a metric in rows of one kind, and its threshold.
 
     Attributes:
-        name: key, as in a study's `alarms`.
+        name: key of the alarm in a study's `alarms`.
         title: name in words.
-        kind: of the rows of metrics.jsonl that it reads; of "engine" rows those of the pair "engines".
-        metric: the value that is watched.
-        over: its denominator, where it is stored as a count.
-        above: crossed above the threshold; else below.
-        threshold: in units of the value; of a `spike`, in standard deviations.
-        spike: the value is compared with the run's own past (`Spikes`).
+        kind: kind of the rows of metrics.jsonl that are read; of "engine" rows only those of the pair "engines".
+        metric: name of the value that is watched.
+        over: name of the denominator, if the metric is stored as a count; else empty.
+        above: True if values above the threshold cross, False if values below the threshold do.
+        threshold: in units of the value; for a `spike`, in standard deviations.
+        spike: whether the value is compared with the run's own past (`Spikes`).
         source: where the threshold comes from.
-        window: the mean of so many values, the latest, is compared; none is before there are so many.
-        declared: by the study, not of the table; shown also where no run has its metric.
+        window: number of latest values whose mean is compared; nothing is compared before there are so many.
+        declared: True for an alarm that the study adds; the report shows such an alarm even if no run has its metric.
     """
 
     name: str
@@ -55,11 +56,14 @@ class Alarm:
     declared: bool = False
 
     def reads(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row is one of those that may have the signal."""
+        """Return whether a row is one of those in which the alarm's signal may be."""
         return row.get("kind") == self.kind and (self.kind != "engine" or row.get("pair") == "engines")
 
     def value(self, row: Mapping[str, Any]) -> float | None:
-        """What a row that it reads says of the signal; None if nothing. A gradient that was not finite, and is null in a row, is infinite."""
+        """Return a row's value of the signal, divided by `over` if that is set; None if the row has no value.
+
+        A gradient norm that was not finite, which is null in its row, counts as infinite.
+        """
         if self.metric == "grad_norm" and row.get("skipped") == 1:
             return math.inf
         found = _number(row.get(self.metric))
@@ -70,7 +74,7 @@ class Alarm:
 
     @property
     def rule(self) -> str:
-        """`ess_token of the updates below 0.3`."""
+        """Rule in words, for example `ess_token of the update rows below 0.3`."""
         of = f"{self.metric} / {self.over}" if self.over else self.metric
         of = f"mean of {self.window} values of {of}" if self.window > 1 else of
         beyond = f"{'above' if self.above else 'below'} {self.threshold:g}"
@@ -93,22 +97,24 @@ ALARMS: tuple[Alarm, ...] = (
     Alarm("engine_f2", "F(2) between engines", "engine", "extreme_fraction", True, 0.1, "R3, arXiv 2510.11370, as others quote it"),
     Alarm("engine_chi2", "chi² between engines", "engine", "chi2_token", True, 1.0, VERL),
 )  # fmt: skip
-"""The table, in the order in which it is shown."""
+"""Built-in alarms, in the order in which reports and pages show them."""
 
-DECAY, WARM_UP = 0.97, 25  # of ZClip
+DECAY, WARM_UP = 0.97, 25  # ZClip's decay of mean and variance, and number of values that only initialise them
 
 MOST = 10_000
-"""Values that a window may have."""
+"""Most values that an alarm's window may have."""
 FIELDS = ("metric", "above", "below", "spike", "over", "window", "title")
-"""Of an alarm that a study adds; docs/run_folder.md has what each means."""
+"""Fields of an alarm that a study adds; docs/run_folder.md has what each means."""
 
 
 class AlarmError(ValueError):
-    """A study's `alarms` that cannot be used; says which entry and what is known."""
+    """Error for a study's `alarms` that cannot be used; the message says which entry and what is known."""
 
 
 def alarms_of(own: Mapping[str, Any] | None) -> tuple[Alarm, ...]:
-    """The table with a study's own thresholds, without those that are null, and the alarms that the study adds.
+    """Return the alarms of a study: the table with the study's own thresholds, then the alarms that the study adds.
+
+    Alarms whose threshold is null are left out.
 
     >>> [alarm.threshold for alarm in alarms_of({"ess": 0.5, "f2": None}) if alarm.name in ("ess", "f2")]
     [0.5]
@@ -138,7 +144,7 @@ def alarms_of(own: Mapping[str, Any] | None) -> tuple[Alarm, ...]:
 
 
 def _added(name: Any, given: Any, known: list[str]) -> Alarm:
-    """An alarm of a study's own, from its fields."""
+    """Build an alarm that a study adds from its fields; raise AlarmError if they cannot be used."""
     where = f"alarms.{name}"
     if not isinstance(given, Mapping):
         raise AlarmError(
@@ -165,14 +171,14 @@ def _added(name: Any, given: Any, known: list[str]) -> Alarm:
 
 
 def _column(where: str, name: Any) -> tuple[str, str, str]:
-    """Kind, name and denominator of a metric that is given as KIND.NAME."""
-    from moe_rl.measure.catalogue import find  # torch takes seconds: only where alarms are added
+    """Return kind, name and denominator (or "") of a metric given as KIND.NAME; raise AlarmError if there is none."""
+    from moe_rl.measure.catalogue import find  # imported here: it loads torch, which takes seconds
     from moe_rl.study.shown import KINDS, choosable
 
     kind, _, column = name.partition(".") if isinstance(name, str) else ("", "", "")
     if kind not in KINDS or not column:
         raise AlarmError(f"{where}: expected KIND.NAME, of the kinds {', '.join(KINDS)}; got {name!r}")
-    if FOREIGN in column:  # a trainer's own: nobody knows it before a run has it
+    if FOREIGN in column:  # another trainer's metric: unknown before a run has it
         return kind, column, ""
     if name in choosable():
         return kind, column, choosable()[name]["over"]
@@ -183,6 +189,7 @@ def _column(where: str, name: Any) -> tuple[str, str, str]:
 
 
 def _threshold(where: str, value: Any, what: str, spike: bool) -> float:
+    """Return a threshold as a finite number, above 0 for a spike; raise AlarmError for any other value."""
     found = None
     with suppress(ValueError, OverflowError):
         found = _number(float(value) if isinstance(value, str) else value)  # YAML 1.1 reads 1e-3 as a text
@@ -194,10 +201,11 @@ def _threshold(where: str, value: Any, what: str, spike: bool) -> float:
 
 
 class Spikes:
-    """ZClip's anomaly score (arXiv 2504.02507): z = (g - mean) / sd with exponential moving mean and variance.
+    """Spike detector: ZClip's anomaly score (arXiv 2504.02507), z = (g - mean) / sd.
 
-    A value beyond the threshold enters them as mean + sd * threshold² / z, so that one spike does not hide the next.
-    The first 25 values only set them.
+    Mean and variance are exponential moving ones. A value whose z is above the threshold enters mean and variance as
+    mean + sd * threshold² / z, so that one spike does not hide the next. The first 25 values only initialise mean and
+    variance.
     """
 
     def __init__(self, threshold: float):
@@ -206,7 +214,7 @@ class Spikes:
         self.mean = self.variance = 0.0
 
     def crosses(self, value: float) -> bool:
-        """Whether this value is a spike against those before it."""
+        """Return whether `value` is a spike against the values before it, and add the value to mean and variance."""
         if len(self.first) < WARM_UP:
             self.first.append(value)
             self.mean = sum(self.first) / len(self.first)
@@ -222,10 +230,13 @@ class Spikes:
 
 
 class RunAlarms:
-    """The alarms of one run. Of rows with one key the last counts (`row_key`), as in `moe_rl.study.load`; a row that cannot be one is left out.
+    """The alarms of one run, computed from the rows of its metrics.jsonl.
+
+    Of rows with one key (`row_key`) the last counts, as in `moe_rl.study.load`. A value that cannot be a row is left
+    out.
 
     Attributes:
-        own: whether the rewards are of the policy's own responses; those of others' collapse nothing.
+        own: whether the rewards are those of the policy's own responses; if not, the run has no collapse.
     """
 
     def __init__(self, alarms: Iterable[Alarm] = ALARMS, own: bool = True):
@@ -234,7 +245,7 @@ class RunAlarms:
         self._signals = {alarm.name: _Signal(alarm) for alarm in self.alarms}
 
     def take(self, row: Mapping[str, Any]) -> None:
-        """Look at one row."""
+        """Take in one row."""
         if row_problem(row):
             return
         if row["kind"] == "rollout":
@@ -245,29 +256,34 @@ class RunAlarms:
 
     @property
     def seen(self) -> dict[str, int]:
-        """By alarm, how many values of its signal there were."""
-        return {name: signal.told().seen for name, signal in self._signals.items()}
+        """Number of values that each alarm's signal has had, by the alarm's name."""
+        return {name: signal.evaluated().seen for name, signal in self._signals.items()}
 
     @property
     def nulls(self) -> dict[str, list[int]]:
-        """By alarm, the steps at which its metric was null (not finite, or not to be had), where it was."""
-        return {name: list(steps) for name, signal in self._signals.items() if (steps := signal.told().nulls)}
+        """Steps at which an alarm's metric was null (not finite, or not available), by alarm; without empty lists."""
+        return {name: list(steps) for name, signal in self._signals.items() if (steps := signal.evaluated().nulls)}
 
     @property
     def crossed(self) -> dict[str, list[tuple[int, float]]]:
-        """By alarm, the steps with a crossing, each once, with the first value that crossed there."""
-        return {name: list(signal.told().crossed.items()) for name, signal in self._signals.items()}
+        """By alarm, the steps at which its signal crossed, each once, with the first value that crossed there."""
+        return {name: list(signal.evaluated().crossed.items()) for name, signal in self._signals.items()}
 
     @property
     def collapse(self) -> int | None:
-        """The step at which the run's reward collapsed (`moe_rl.study.curves.COLLAPSE_RULE`); None if it did not."""
+        """Step at which the run's reward collapsed (`moe_rl.study.curves.COLLAPSE_RULE`); None if it did not.
+
+        None also for rewards that are not of the policy's own responses (`own`).
+        """
         steps = sorted(self._rewards)
         found = detect_collapse(steps, np.array([self._rewards[step] for step in steps], dtype=float))
         return int(found.step) if self.own and found.collapsed else None
 
     def before_collapse(self) -> list[tuple[Alarm, int]]:
-        """Alarms that had crossed by the step of the collapse, each with its first step, earliest first; empty without a
-        collapse. Equal steps stay in the order of the table."""
+        """Return the alarms that had crossed by the step of the collapse, each with its first step, earliest first.
+
+        Alarms with equal steps stay in the order of the table. The list is empty without a collapse.
+        """
         end, crossed = self.collapse, self.crossed
         if end is None:
             return []
@@ -275,7 +291,11 @@ class RunAlarms:
         return sorted((pair for pair in first if pair[1] <= end), key=lambda pair: pair[1])
 
     def summary(self) -> dict[str, Any]:
-        """As JSON: `crossed` ({alarm: [[step, value], ...]}, null for what is infinite), alarms whose signal the run `lacks`, `collapse`, `first`."""
+        """Return the alarms of the run as plain data for JSON.
+
+        Keys: `crossed` ({alarm: [[step, value], ...]}, null for an infinite value), `lacks` (alarms whose signal the
+        run lacks), `collapse` (its step) and `first` ([[alarm, step], ...] of `before_collapse`).
+        """
         return {
             "crossed": {name: [[step, _short(v)] for step, v in found] for name, found in self.crossed.items()},
             "lacks": [name for name, count in self.seen.items() if not count],
@@ -285,8 +305,11 @@ class RunAlarms:
 
 
 class _Signal:
-    """What a run's rows say of one alarm: how many values were `seen`, at which steps it was null, which `crossed` first
-    at a step. A value is looked at once; all are again where a row came late, or in place of another."""
+    """The values of one alarm in a run's rows: number `seen`, steps of `nulls`, and crossings.
+
+    `crossed` maps a step to the first value that crossed there. A value is evaluated once; all values are evaluated
+    again if a row came late, or in place of another row.
+    """
 
     def __init__(self, alarm: Alarm):
         self.alarm = alarm
@@ -308,8 +331,8 @@ class _Signal:
             self._values[key] = value
             self._new.append((key, value))
 
-    def told(self) -> "_Signal":
-        """With all values looked at."""
+    def evaluated(self) -> "_Signal":
+        """Evaluate the values that are new since the last call, or all if a row came late, and return this signal."""
         if self._late:
             self._begin()
             self._new, self._late = sorted(self._values.items()), False
@@ -319,6 +342,7 @@ class _Signal:
         return self
 
     def _look(self, step: int, value: float | None) -> None:
+        """Evaluate one value: note the step of a null, else count the value and note a crossing."""
         if value is None:
             self.nulls[step] = None
             return
@@ -334,14 +358,14 @@ class _Signal:
 
 
 class LiveAlarms:
-    """The alarms of one run that is being written; a run that was rewritten is read again."""
+    """The alarms of one run that is being written; the rows of a run that was rewritten are read again."""
 
     def __init__(self, path: Path, alarms: tuple[Alarm, ...]):
         self.path, self.alarms, self.since = path, alarms, ""
         self._forget()
 
     def now(self, own: bool = True) -> dict[str, Any]:
-        """`RunAlarms.summary` of all rows that are there; own: see there."""
+        """Read new rows, and return `RunAlarms.summary` of all rows that are there; own: see `RunAlarms`."""
         self.since = follow(self.path, self.since, lambda row: self.state.take(row), self._forget)
         self.state.own = own
         return self.state.summary()
@@ -351,10 +375,12 @@ class LiveAlarms:
 
 
 def _number(value: Any) -> float | None:
+    """Return `value` as a float if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def _short(value: float) -> float | None:
+    """Return `value` with four significant digits; None if it is not finite."""
     return float(f"{value:.4g}") if math.isfinite(value) else None

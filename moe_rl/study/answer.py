@@ -1,7 +1,8 @@
-"""The first answer of a study: do its arms differ, did GRPO need replay, did GSPO do without, what can n say?
+"""First answers of a report: whether arms differ, GRPO needed replay, GSPO did without replay, and what n can say.
 
-Written by rule from the comparisons' verdicts. The first line is there for comparisons that are neither of replay with
-GRPO nor of GSPO with either; a study without the second or third question says how many runs failed instead.
+The answers are written by rule from the verdicts of the comparisons. The line on whether arms differ is there if some
+comparison is neither of replay with GRPO nor of GSPO with one of the two, or if there are no comparisons. If fewer than
+two of the first three questions apply, a line says how many runs failed.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,12 +19,12 @@ from moe_rl.study.words import count, listed, minus
 
 REPLAY, NO_REPLAY = "grpo_replay", "grpo"
 MOST_NAMED = 4
-"""More comparisons than this are counted in the first line, and named in the table below it."""
+"""Most comparisons that the line on whether arms differ names. Of more it gives counts; the table below names all."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A question, its answer in a word or two, and what must be known with it."""
+    """One line of the answer: a question, its answer in a word or two, and what must be known with the answer."""
 
     question: str
     answer: str
@@ -32,7 +33,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Row:
-    """A comparison as the page shows it: in short on the first screen, and in full among the tables."""
+    """One comparison as the page shows it: in short on the first screen, and in full among the tables."""
 
     pair: Pair
     condition: str
@@ -43,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reader sees first: three or four lines, one row per comparison."""
+    """What a reader of the report sees first: three or four lines, one row per comparison, and a note."""
 
     lines: tuple[Line, ...]
     rows: tuple[Row, ...]
@@ -51,14 +52,17 @@ class Answer:
 
 
 def answer(data: StudyData) -> Answer:
-    """The first screen's words and numbers. Raises nothing: a study without a finished run says so."""
+    """Return the words and numbers of the first screen.
+
+    Raises nothing: for a study without a finished run the lines say that none has finished.
+    """
     pairs = comparisons(data)
     replay = [p for p in pairs if _methods(data, p) == (REPLAY, NO_REPLAY)]
     gspo = [p for p in pairs if _methods(data, p) in (("gspo", NO_REPLAY), ("gspo", REPLAY))]
     others = [p for p in pairs if p not in replay and p not in gspo]
     told = [_resolved(data, others)] if others or not pairs else []
     named: dict[str, None] = {}  # arms of which an earlier line says how many runs failed
-    for question, asked in ((_need, replay), (_without, gspo)):
+    for question, asked in ((_need, replay), (_without_replay, gspo)):
         if asked:
             told.append(question(data, asked, _failures_of(data, asked, named)))
             named |= _arms(asked)
@@ -71,6 +75,7 @@ def answer(data: StudyData) -> Answer:
 
 
 def _methods(data: StudyData, pair: Pair) -> tuple[str, str]:
+    """Return the methods of a pair's `arm` and `other`."""
     return str(data.arms["method"][pair.arm]), str(data.arms["method"][pair.other])
 
 
@@ -79,6 +84,7 @@ def _arms(pairs: Sequence[Pair]) -> dict[str, None]:
 
 
 def _need(data: StudyData, pairs: Sequence[Pair], failures: str) -> Line:
+    """Return the line on whether GRPO needed replay."""
     words = {
         Verdict.HIGHER: "yes",
         Verdict.LOWER: "no, replay ended lower",
@@ -90,8 +96,8 @@ def _need(data: StudyData, pairs: Sequence[Pair], failures: str) -> Line:
     return Line("Did GRPO need replay?", _answers(data, pairs, words), failures)
 
 
-def _without(data: StudyData, pairs: Sequence[Pair], failures: str) -> Line:
-    """GSPO against replay where that was compared, else against GRPO."""
+def _without_replay(data: StudyData, pairs: Sequence[Pair], failures: str) -> Line:
+    """Return the line on whether GSPO did without replay: against replay if that was compared, else against GRPO."""
     with_replay = {p.noise for p in pairs if _methods(data, p)[1] == REPLAY}
     told = [p for p in pairs if _methods(data, p)[1] == REPLAY or p.noise not in with_replay]
     words = {
@@ -106,8 +112,11 @@ def _without(data: StudyData, pairs: Sequence[Pair], failures: str) -> Line:
 
 
 def _answers(data: StudyData, pairs: Sequence[Pair], words: dict[Verdict, str], against: bool = False) -> str:
-    """One word for each condition, or for each control where a condition has several, or for each pair where a control
-    has; those that agree are named together."""
+    """Return the verdicts of the pairs in words; places with the same word are named together.
+
+    There is one word for each condition, or for each control if a condition has several, or for each pair if a control
+    has several.
+    """
     grouped: dict[str, list[str]] = {}
     several = len({pair.noise for pair in pairs}) < len(pairs)
     by_name = len({pair.other for pair in pairs}) < len(pairs)
@@ -125,13 +134,14 @@ def _answers(data: StudyData, pairs: Sequence[Pair], words: dict[Verdict, str], 
         grouped.setdefault(word, []).append(place)
     noises = dict.fromkeys(pair.noise for pair in pairs)
     one = len(grouped) == 1
-    unsaid = (one or several) and all(noises)  # of an answer that holds under noise alone
+    unsaid = (one or several) and all(noises)  # all pairs have noise, and no place names it
     under = f", {listed(_place(data, noise) for noise in noises)}" if unsaid else ""
     said = next(iter(grouped)) if one else "; ".join(f"{listed(places)}: {word}" for word, places in grouped.items())
     return _capital(f"{said}{under}")
 
 
 def _place(data: StudyData, noise: float) -> str:
+    """Return a condition as part of a sentence: `naturally`, or `with` its measured dose or its noise."""
     return f"with {dose_label(data, noise) or condition_label(data, noise)}" if noise else "naturally"
 
 
@@ -140,7 +150,7 @@ def _capital(text: str) -> str:
 
 
 def _failures_of(data: StudyData, pairs: Sequence[Pair], named: Collection[str]) -> str:
-    """Which of the compared arms' runs failed; of those that are not `named` already."""
+    """Return a sentence on which compared arms had failed runs, without arms `named` before; empty if all were."""
     if not run_outcomes(data)["start"].notna().any():
         return "" if named else "No run recorded its reward at step 0, so it cannot be told which failed."
     arms = [arm for arm in _arms(pairs) if arm not in named]
@@ -158,7 +168,11 @@ def _failures_of(data: StudyData, pairs: Sequence[Pair], named: Collection[str])
 
 
 def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
-    """What the comparisons of any study came to; by name where they are few, else those told apart or told equal."""
+    """Return the line on whether the arms differ, from the comparisons that no other question is about.
+
+    Up to `MOST_NAMED` comparisons are all named. Of more, those told apart or told equal are named if at most
+    `MOST_NAMED` are, else the verdicts are counted.
+    """
     if not pairs:
         none_declared = "The study file compares none: its question is not of rewards."
         given = declared(data)
@@ -189,6 +203,7 @@ def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
 
 
 def _failures(data: StudyData, named: Collection[str]) -> Line:
+    """Return the line on how many runs failed; it lists arms, but not those that an earlier line `named`."""
     table = final_rewards(data)
     failed = by_arm(data, table[~table["arm"].isin(list(named))])
     total, runs = int(table["failed"].sum()), int(table["judged"].sum())
@@ -204,13 +219,13 @@ def _failures(data: StudyData, named: Collection[str]) -> Line:
 
 
 def _seeds(data: StudyData, pairs: Sequence[Pair]) -> str:
-    """Seeds of a comparison, or, where no arms are compared, of an arm."""
+    """Return `n = ...`: seeds of a comparison or, if no arms are compared, finished runs of an arm."""
     counts = sorted({pair.result.n for pair in pairs} or set(data.arms["finished"]))
     return f"n = {' or '.join(map(str, counts))}"
 
 
 def _left(data: StudyData) -> str:
-    """How many runs are in no comparison yet, in a sentence; empty where all are finished."""
+    """Return a sentence on how many runs are unfinished and so in no comparison; empty if all are finished."""
     left = len(data.unfinished) + len(data.not_started)
     total = count(len(data.runs) + len(data.not_started), "run")
     return f" {left} of {total} not finished, and in no comparison." if left else ""
@@ -226,4 +241,5 @@ def _row(data: StudyData, pair: Pair) -> Row:
 
 
 def _named(data: StudyData, pair: Pair) -> str:
+    """Return a comparison's name, `label − label`."""
     return f"{name_of(data, pair.arm, pair.noise)} − {name_of(data, pair.other, pair.noise)}"

@@ -1,4 +1,4 @@
-"""What the arms of a study are: how they differ, what they are called, what a dose of noise came to."""
+"""Arms of a study: the settings in which they differ, their labels, and the measured doses of noise."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -14,12 +14,14 @@ from moe_rl.study.words import two
 Result = TypeVar("Result")
 
 METHOD_FIELDS = ("method", "objective", "replay", "noise", "trainer", "run", "seed", "arm", "label", "note")
-"""Parts of a configuration in which arms of one condition may differ and still be the same experiment. Some only other
-trainers' runs have; `run` is where a run writes and what it says."""
+"""Parts of a configuration in which arms of one condition may differ and still be the same experiment.
+
+Some of these parts exist only in other trainers' runs; `run` is where a run writes and what it says.
+"""
 
 
 def per_study(compute: Callable[[StudyData], Result]) -> Callable[[StudyData], Result]:
-    """Compute once for each StudyData; tables are handed out as copies."""
+    """Decorator: compute the result once for each StudyData and keep it; tables are handed out as copies."""
 
     @wraps(compute)
     def once(data: StudyData) -> Result:
@@ -33,8 +35,11 @@ def per_study(compute: Callable[[StudyData], Result]) -> Callable[[StudyData], R
 
 
 def arm_settings(data: StudyData) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """(settings in which arms differ, but for those that change no number (`FREE`): rows dotted setting, columns arm;
-    settings that all arms share)."""
+    """Return the settings in which arms differ, and the settings that all arms share.
+
+    The first is a table, rows dotted setting, columns arm, without settings that change no number (`FREE`). The second
+    maps a dotted setting to its value. Settings are those of the first run of an arm, without `seed`.
+    """
     by_arm = {str(arm): flatten(data.runs_of(str(arm))[0].config) for arm in data.arms.index}
     names = list(dict.fromkeys(name for settings in by_arm.values() for name in settings if name != "seed"))
     table = pd.DataFrame({arm: [settings.get(name) for name in names] for arm, settings in by_arm.items()}, index=names)
@@ -44,22 +49,22 @@ def arm_settings(data: StudyData) -> tuple[pd.DataFrame, dict[str, Any]]:
 
 
 def clip_ranges_differ(data: StudyData) -> bool:
-    """Whether the arms clip at different bounds."""
+    """Return whether the arms clip at different bounds."""
     return any(name.endswith((".clip_low", ".clip_high")) for name in arm_settings(data)[0].index)
 
 
 def full_label(data: StudyData, arm: str) -> str:
-    """Label of an arm, with its noise where it has some."""
+    """Return the label of an arm, with the scale of its noise if it has noise that the label does not name."""
     noise = float(data.arms["noise"][arm])
     label = str(data.arms["label"][arm])
     return f"{label}, noise σ = {noise:g}" if noise and "noise" not in label.lower() else label
 
 
 def replay_stands_for_noise(data: StudyData, noise: float) -> str | None:
-    """The natural replay arm that is, by construction, also the replay arm under this noise; None if there is none.
+    """Return the natural replay arm that must equal the replay arm under this noise; None if there is none.
 
-    Replay of all rows forces the choice of experts, so noise on the choice changes nothing. The two runs are equal only
-    if nothing else differs: every setting outside the method must be that of the noise arms.
+    Replay of all rows forces the choice of experts, so noise on the choice changes nothing. The two runs are equal by
+    construction only if nothing else differs: every setting outside the method must be that of the noise arms.
     """
     arms = data.arms
     if noise == 0:
@@ -72,13 +77,16 @@ def replay_stands_for_noise(data: StudyData, noise: float) -> str | None:
 
 
 def replays_all(data: StudyData, arm: str) -> bool:
-    """Whether a replay arm forces every row: where `keep` or `keep_sites` leave some live, noise reaches those."""
+    """Return whether a replay arm forces every row.
+
+    With `keep` or `keep_sites` some rows route live, and noise reaches those rows.
+    """
     settings = flatten(data.runs_of(arm)[0].config)
     return settings.get("method.keep", 1) == 1 and settings.get("method.keep_sites") is None
 
 
 def replay_identity(data: StudyData) -> pd.DataFrame:
-    """For each replay arm under noise that was run: does it repeat the natural replay run, as it must?
+    """Return how far replay arms that were run under noise depart from the natural replay run, which they must repeat.
 
     Columns: arm, seeds compared, steps compared, difference (largest absolute difference of reward).
     """
@@ -89,7 +97,7 @@ def replay_identity(data: StudyData) -> pd.DataFrame:
             continue
         pair = [data.rollouts.loc[data.rollouts["arm"] == a, ["seed", "step", "reward"]] for a in (arm, natural)]
         both = pair[0].merge(pair[1], on=["seed", "step"]).dropna()
-        if both.empty:  # not yet
+        if both.empty:  # no common step yet
             continue
         gap = float((both["reward_x"] - both["reward_y"]).abs().max())
         seeds = both["seed"].nunique()
@@ -98,16 +106,19 @@ def replay_identity(data: StudyData) -> pd.DataFrame:
 
 
 def same_but_for_method(data: StudyData, arm: str, other: str) -> bool:
-    """Whether two arms have all settings outside the method in common."""
+    """Return whether two arms have all settings outside the method in common, apart from `FREE` ones."""
     one, two = (data.runs_of(name)[0].config for name in (arm, other))
     return all(name in FREE or name.split(".")[0] in METHOD_FIELDS for name in differences(one, two))
 
 
 @per_study
 def doses(data: StudyData) -> dict[float, tuple[float, float]]:
-    """Selection noise -> lowest and highest share, over the arms that route live, of response slots that the update
-    forward routed otherwise than the old policy (weights and noise together), pooled over a whole run. Empty where it
-    was not recorded; slots of the response tokens' own positions."""
+    """Return selection noise -> (lowest, highest) share of slots that it re-routed, over the arms that route live.
+
+    Shares are of response slots that the update forward routed otherwise than the old policy (weights and noise
+    together), pooled over a whole run; slots of the response tokens' own positions. Empty if the slots were not
+    recorded.
+    """
     if data.updates.empty or not {"slots_changed", "slots"} <= set(data.updates):
         return {}
     live = data.arms[(data.arms["replay"].str.lower() == "none") & (data.arms["noise"] > 0)]
@@ -117,15 +128,17 @@ def doses(data: StudyData) -> dict[float, tuple[float, float]]:
 
 
 def slots_rerouted(data: StudyData, by: list[str]) -> pd.Series:
-    """The share of response slots that update forwards routed otherwise than the old policy, pooled over updates; NaN
-    where none was compared."""
+    """Return the share of response slots that update forwards routed otherwise than the old policy, grouped by `by`.
+
+    Shares are pooled over updates; NaN if no slot was compared.
+    """
     return pooled_rate(data.updates, "slots_changed", "slots", by).rename("slots_rerouted")
 
 
 def condition_label(data: StudyData, noise: float) -> str:
-    """A condition in words: natural, or the measured dose: the share of slots that the noise re-routed.
+    """Return a condition in words: natural, or the measured dose, which is the share of slots that the noise re-routed.
 
-    `natural`, `39 % of slots re-routed (noise σ = 0.02)`; without a measurement `noise σ = 0.02`.
+    Examples: `natural`, `39 % of slots re-routed (noise σ = 0.02)`; without a measurement `noise σ = 0.02`.
     """
     if noise == 0:
         return "natural"
@@ -134,7 +147,7 @@ def condition_label(data: StudyData, noise: float) -> str:
 
 
 def dose_label(data: StudyData, noise: float) -> str:
-    """The measured dose of a noise in words, `39 % of slots re-routed`; empty where it was not measured."""
+    """Return the measured dose of a noise in words, `39 % of slots re-routed`; empty if it was not measured."""
     shares = [100 * share for share in doses(data).get(noise, ())]
     ends = dict.fromkeys(f"{share:.0f}" if share >= 10 else two(share) for share in shares)
     return f"{'–'.join(ends)} % of slots re-routed" if ends else ""

@@ -1,4 +1,4 @@
-"""Which arms are compared, and what came of it: declared comparisons, or those that a study's arms allow."""
+"""Comparisons of arms: which arms are compared (as declared, or as a study's arms allow), and with what result."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -16,9 +16,12 @@ from moe_rl.study.statistics import ALPHA, INTEREST, Comparison, compare_paired,
 
 @dataclass(frozen=True)
 class Pair:
-    """Two arms and the comparison of their final rewards, `arm` minus `other`. `noise` is the condition: that of the
-    noisier of the two. `beside` compares the other reward of both arms, if they have one: of the last evaluations or,
-    where held-out reward is what the study declares, as the rollout engine sampled it."""
+    """A comparison of two arms by their final rewards, `arm` minus `other`.
+
+    `noise` is the condition: the noise of the noisier arm. `beside` compares the other reward of both arms, if they
+    have one: the reward of the last evaluations or, if the study declares held-out reward as its outcome, the reward as
+    the rollout engine sampled it.
+    """
 
     noise: float
     arm: str
@@ -28,19 +31,24 @@ class Pair:
 
     @property
     def resolves(self) -> float:
-        """True difference that this n finds with 80 % power as the first of its family, from the measured spread."""
+        """Smallest true difference that this n finds with 80 % power as the first of its family (at alpha / family).
+
+        It is computed from the measured spread.
+        """
         one = self.result
         return resolvable_difference(one.sd, one.n, alpha=ALPHA / max(1, one.family))
 
     @property
     def needed(self) -> int | None:
-        """Pairs that would find the smallest difference of interest, from the measured spread."""
+        """Number of pairs that would find the smallest difference of interest, from the measured spread, or None."""
         return pairs_needed(self.result.sd, self.result.interest, max(1, self.result.family))
 
 
 def declared(data: StudyData) -> list[tuple[str, str]] | None:
-    """(treatment, control) of the study file's `comparisons`; None where it declares none. Arms that have no run yet
-    are in it."""
+    """Return (treatment, control) of each of the study file's `comparisons`; None if the file declares none.
+
+    Arms that have no run yet are included.
+    """
     given = data.config.get("comparisons")
     if not isinstance(given, list | tuple):
         return None
@@ -48,15 +56,17 @@ def declared(data: StudyData) -> list[tuple[str, str]] | None:
 
 
 def interest(data: StudyData) -> float:
-    """The study's smallest difference of interest, in units of reward."""
+    """Return the study's smallest difference of interest, in units of reward."""
     given = data.config.get("interest")
     return float(given) if isinstance(given, int | float) and given > 0 else INTEREST
 
 
 def pairs_to_compare(data: StudyData) -> list[tuple[str, str]]:
-    """The declared comparisons whose arms have runs; undeclared, each arm of a condition with the first, where they
-    differ in the method alone or in something else alone: a difference between arms that differ in both says nothing
-    of either. Under noise the natural replay run stands for replay where it is the same by construction.
+    """Return (arm, other) of all comparisons: the declared ones whose arms have runs, or those that the arms allow.
+
+    If the study declares none, each arm of a condition is compared with the first, if the two differ in the method
+    alone or in something else alone: a difference between arms that differ in both says nothing of either. Under noise
+    the natural replay run stands for replay if it is the same by construction.
     """
     given = declared(data)
     if given is not None:
@@ -81,9 +91,10 @@ def pairs_to_compare(data: StudyData) -> list[tuple[str, str]]:
 
 @per_study
 def comparisons(data: StudyData) -> list[Pair]:
-    """The study's family of comparisons, over finished runs, with the p adjusted for their number.
+    """Return the study's family of comparisons, over finished runs, with p adjusted for their number.
 
-    Compared are final rewards, or held-out rewards where the responses of one of the arms are not its policy's.
+    Final rewards are compared, or held-out rewards if the responses of one of the arms are not its policy's or the
+    study declares `outcome: held_out`.
     """
     noise = data.arms["noise"]
     pairs = [(arm, other, float(max(noise[arm], noise[other]))) for arm, other in pairs_to_compare(data)]
@@ -91,7 +102,10 @@ def comparisons(data: StudyData) -> list[Pair]:
 
 
 def compare_runs(runs: pd.DataFrame, pairs: Iterable[tuple[str, str, float]], least: float) -> list[Pair]:
-    """`comparisons` of a table of `run_outcomes`: given (arm, other, noise) and the smallest difference of interest."""
+    """Return the comparisons of a table of `run_outcomes`, for given pairs (arm, other, noise).
+
+    least: the smallest difference of interest.
+    """
     runs = runs[runs["finished"].astype(bool)]
     final, held = values_by_seed(runs, "final"), values_by_seed(runs, "held_out")
     others = values_by_seed(runs, "sampled") if "sampled" in runs else held
@@ -107,7 +121,7 @@ def compare_runs(runs: pd.DataFrame, pairs: Iterable[tuple[str, str, float]], le
 
 
 def values_by_seed(rows: pd.DataFrame, name: str) -> dict[str, dict[int, float]]:
-    """arm -> seed -> value, of a table with one row per run."""
+    """Return arm -> seed -> value of the column `name`, from a table with one row per run."""
     return {
         str(arm): dict(zip(part["seed"].astype(int), part[name].astype(float), strict=True))
         for arm, part in rows.groupby("arm", sort=False)
@@ -115,9 +129,11 @@ def values_by_seed(rows: pd.DataFrame, name: str) -> dict[str, dict[int, float]]
 
 
 def comparison_table(data: StudyData) -> pd.DataFrame:
-    """One row per comparison, as it is published: arms, n, difference with interval, p as they are and adjusted,
-    verdict, the difference of the reward beside it (`held_out_` or `sampled_`), the measured spread and what it
-    resolves."""
+    """Return one row per comparison, as it is published.
+
+    Columns: arms, n, difference with interval, p before and after adjustment, verdict, the difference of the reward
+    beside it (`held_out_` or `sampled_`), the measured spread and what it resolves.
+    """
     rows: list[dict[str, Any]] = []
     name = reward_names(run_outcomes(data))[1].replace(" ", "_")
     for pair in comparisons(data):

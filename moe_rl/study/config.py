@@ -1,4 +1,4 @@
-"""A study file: one base configuration, the arms that depart from it, the seeds. YAML in, frozen dataclasses out."""
+"""Study files: a base configuration, arms that depart from it, and seeds, as YAML and as frozen dataclasses."""
 
 import dataclasses
 import re
@@ -24,12 +24,12 @@ from moe_rl.training.method import resolve_method, resolved_objective
 
 
 class DamagedRunError(ConfigError):
-    """A run folder that lost some of what was written; the message names the file and the remedy."""
+    """Error for a run folder that lost some of what was written; the message names the file and the remedy."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm: what it changes in the base configuration."""
+    """One arm of a study: its label, and what it changes in the base configuration."""
 
     label: str
     """Name in figures."""
@@ -53,26 +53,31 @@ class StudyConfig:
     notes: str = ""
     comparisons: tuple[tuple[str, str], ...] | None = None
     """Pairs of arms [treatment, control] that the study is to compare: one family, fixed before it is run. None: each
-    arm of a condition with the first, where they differ in the method alone or in something else alone; the report says
-    that they were not declared."""
+    arm of a condition is compared with the first, if the two differ in the method alone or in something else alone; the
+    report says that such comparisons were not declared."""
     outcome: Outcome = "sampled"
     """What a final reward is, and with it what is compared: the mean of the last steps, of responses that the rollout
     engine samples; or the held-out reward of the last policy, whose responses the training engine samples."""
     interest: float = 0.05
     """Smallest difference of final reward that is of interest."""
     alarms: dict[str, Any] = field(default_factory=dict)
-    """Thresholds of its own in place of those of `moe_rl.study.alarms`, by name, null to switch one off; and alarms
-    that it adds, each by its fields (`moe_rl.study.alarms.FIELDS`)."""
+    """The study's own thresholds in place of those of `moe_rl.study.alarms`, by name, null to switch an alarm off; and
+    alarms that the study adds, each by its fields (`moe_rl.study.alarms.FIELDS`)."""
 
     def with_arms(self, names: Sequence[str]) -> "StudyConfig":
-        """The study of some of its arms, in its own order (the first is the control where nothing is declared), with
-        the comparisons among them."""
+        """Return the study with some of its arms, in its own order, and the comparisons among them.
+
+        The first arm is the control if no comparisons are declared.
+        """
         kept = None if self.comparisons is None else tuple(p for p in self.comparisons if set(p) <= set(names))
         ordered = sorted(names, key=list(self.arms).index)
         return dataclasses.replace(self, arms={name: self.arms[name] for name in ordered}, comparisons=kept)
 
     def with_base(self, base: RunConfig) -> "StudyConfig":
-        """The study over another base. Raises ConfigError where a field of it that differs could change no run."""
+        """Return the study over another base configuration.
+
+        Raises ConfigError: a field in which the new base differs could change no run.
+        """
         if base.seed != self.base.seed:
             raise ConfigError(f"seed: {base.seed} would change nothing: the seeds of a study are given by --seeds")
         old, new = plain(self.base), plain(base)
@@ -86,15 +91,15 @@ class StudyConfig:
         return dataclasses.replace(self, base=base)
 
     def runs(self) -> list[tuple[str, int]]:
-        """(arm, seed) of every run, seeds outermost, so that early results compare all arms."""
+        """Return (arm, seed) of every run, seeds outermost, so that early results compare all arms."""
         seeds = sorted({seed for arm in self.arms.values() for seed in (arm.seeds or self.seeds)})
         return [(name, s) for s in seeds for name, arm in self.arms.items() if s in (arm.seeds or self.seeds)]
 
     def resolve(self, arm: str, seed: int) -> RunConfig:
-        """The full configuration of one run. Raises ConfigError for an unknown arm or values that cannot run."""
+        """Return the full configuration of one run. Raises ConfigError: an unknown arm, or values that cannot run."""
         if arm not in self.arms:
             raise ConfigError(f"unknown arm {arm!r} in study {self.name!r}{nearest(arm, self.arms)}")
-        if refusal := SEED.refusal("seed", seed):  # before the model's, which follow from it
+        if refusal := SEED.refusal("seed", seed):  # before the model's seeds, which are derived from it
             raise ConfigError(refusal)
         merged = laid_over(dataclasses.asdict(self.base), self.arms[arm].changes)
         config = build(RunConfig, {**merged, "seed": seed}, f"arms.{arm}")
@@ -109,7 +114,7 @@ class StudyConfig:
 def load_study(path: str | Path, merged: bool = False) -> StudyConfig:
     """Read a study file. Raises ConfigError naming the file, the field and what was expected.
 
-    merged: as `parse_study`.
+    merged: see `parse_study`.
     """
     data = read_study_file(Path(path))
     try:
@@ -119,14 +124,15 @@ def load_study(path: str | Path, merged: bool = False) -> StudyConfig:
 
 
 ARM_FIELDS = ("label", "seeds", "note")
-"""What an arm has beside the settings that it changes."""
+"""Fields of an arm besides the settings that it changes."""
 
 
 def parse_study(data: Any, merged: bool = False) -> StudyConfig:
-    """A study from plain YAML data; every arm is resolved once so that a mistake shows before anything runs.
+    """Build a study from plain YAML data; every arm is resolved once, so that a mistake shows before anything runs.
 
-    merged: a folder's own file, in which arms of several commands came together, or a file of which one run is made:
-        two arms may have one label, and two that are compared no seed in common.
+    merged: True for the file of a study folder, in which arms of several commands came together, and for a file of
+        which one run is made. Then two arms may have one label, or names that differ in upper and lower case only, and
+        two arms that are compared may have no seed in common.
     """
     if not isinstance(data, dict):
         got = "nothing" if data is None else f"a {type(data).__name__}"
@@ -181,7 +187,7 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
             raise ConfigError(f"arms.{name}: the same configuration as arm {twin!r}; an arm must change something")
         if not arm.label.strip():
             raise ConfigError(f"arms.{name}.label: is empty; it is the arm's name in figures")
-        told = 0.0 if "noise" in arm.label.lower() else config.method.noise  # as `full_label` adds it to the label
+        told = 0.0 if "noise" in arm.label.lower() else config.method.noise  # as `full_label` adds noise to the label
         other = called.setdefault((arm.label.strip(), told), name)
         if other != name and not merged:
             raise ConfigError(
@@ -197,7 +203,7 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
 
 
 def check_seeds(where: str, seeds: Sequence[int]) -> None:
-    """Raises ConfigError for what is no seed, and for one that is given twice: both would be one run."""
+    """Raise ConfigError for a value that is no seed, and for a seed that is given twice: both would be one run."""
     for i, seed in enumerate(seeds):
         if refusal := SEED.refusal(f"{where}[{i}]", seed):
             raise ConfigError(refusal)
@@ -206,6 +212,7 @@ def check_seeds(where: str, seeds: Sequence[int]) -> None:
 
 
 def _check_comparisons(study: StudyConfig, merged: bool) -> None:
+    """Raise ConfigError for a comparison of an unknown arm or, unless `merged`, of arms without a common seed."""
     for i, pair in enumerate(study.comparisons or ()):
         for arm in pair:
             if arm not in study.arms:
@@ -216,7 +223,7 @@ def _check_comparisons(study: StudyConfig, merged: bool) -> None:
 
 
 def _check_name(what: str, name: Any) -> None:
-    """Names become folders."""
+    """Raise ConfigError for a name that cannot be the name of a folder."""
     fits = len(str(name).encode()) <= LONGEST
     if not fits or not re.fullmatch(r"[^/\\\s.-][^/\\\x00-\x1f\x7f]{0,99}", str(name)):
         raise ConfigError(
@@ -226,19 +233,24 @@ def _check_name(what: str, name: Any) -> None:
 
 
 def dump_run(config: RunConfig) -> str:
-    """A resolved run configuration as YAML; `objective` has every field of what is minimised, presets filled in."""
+    """Return a resolved run configuration as YAML.
+
+    `objective` has every field of what is minimised, with presets filled in.
+    """
     return yaml.safe_dump(run_settings(config), sort_keys=False, allow_unicode=True)
 
 
 def run_settings(config: RunConfig) -> dict[str, Any]:
-    """What `dump_run` writes, as plain data."""
+    """Return as plain data what `dump_run` returns as YAML."""
     return {**plain(config), "objective": plain(resolved_objective(config))}
 
 
 def changed_settings(stored: Any, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings in which a run's `config.yaml`, read as plain data, differs from `config`, with both values. One that
-    the version which wrote the file did not know counts as its default. Those that change no number (`FREE`) and how
-    many processes are expected are said of one start: a run may go on with others."""
+    """Return the settings in which a run's `config.yaml`, read as plain data, differs from `config`, with both values.
+
+    A setting that the version which wrote the file did not know counts as its default. Left out are settings that
+    change no number (`FREE`), and how many processes are expected: a run may go on with others.
+    """
     stored = with_defaults(stored, config)
     if isinstance(stored, dict) and config.method.objective != DPO:
         objective = resolve_method(config, budget=1).objective
@@ -248,7 +260,7 @@ def changed_settings(stored: Any, config: RunConfig) -> dict[str, tuple[Any, Any
 
 
 def dump_study(study: StudyConfig) -> str:
-    """A study as YAML that `load_study` reads back."""
+    """Return a study as YAML that `load_study` reads back."""
     data = plain(study)
     for name, arm in data["arms"].items():
         own = {field: arm[field] for field in ARM_FIELDS if field != "seeds" or arm["seeds"]}
@@ -257,7 +269,7 @@ def dump_study(study: StudyConfig) -> str:
 
 
 def build(cls: Any, data: Any, where: str) -> Any:
-    """A dataclass from a mapping; unknown fields and wrong types raise ConfigError naming the dotted field."""
+    """Build a dataclass from a mapping; unknown fields and wrong types raise ConfigError naming the dotted field."""
     if dataclasses.is_dataclass(data) and isinstance(data, cls):
         return data
     if isinstance(data, str) and hasattr(cls, "parse"):  # as on the command line: token_mask:0.5:5
@@ -284,13 +296,14 @@ def build(cls: Any, data: Any, where: str) -> Any:
 
 
 def _within(key: str, hints: dict[str, Any]) -> str:
-    """A hint at the sections, of these fields, that have a field of this name; empty if none has."""
+    """Return a hint at those sections among the fields that have a field called `key`; empty if none has."""
     kinds = {section: (hint, *typing.get_args(hint)) for section, hint in hints.items()}
     known = [name for name, of in kinds.items() if any(key in getattr(c, "__dataclass_fields__", ()) for c in of)]
     return f"; did you mean {' or '.join(f'{section}: {{{key}: ...}}' for section in known)}?" if known else ""
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
+    """Convert plain data to the type `hint`; raise ConfigError naming the field `where` if it does not fit."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:

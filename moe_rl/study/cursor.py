@@ -1,6 +1,6 @@
-"""Files that are being written: rows of a `metrics.jsonl` from a cursor on, and stamps that change with a file.
+"""Reading of files while they are written: rows of a `metrics.jsonl` after a cursor, and stamps that show changes.
 
-A run that was resumed has rewritten its file: the cursor no longer fits, and the answer says `reset`.
+A run that was resumed has rewritten its file: an old cursor no longer fits, and the answer says `reset`.
 """
 
 import os
@@ -14,21 +14,22 @@ from typing import Any
 from moe_rl.checks import parse_json
 
 CHUNK = 2_000_000
-"""Bytes of metrics.jsonl in one answer; who asks asks again while there is `more`."""
+"""Approximate most bytes of metrics.jsonl in one answer; the caller asks again while there is `more`."""
 
-_CHECKED = 256  # bytes before a cursor that must not have changed
+_CHECKED = 256  # bytes before a cursor that must not have changed: the cursor has their checksum
 
 
 class LiveError(ValueError):
-    """A request for something that is not there; the message says what and what is."""
+    """Error for a request for something that is not there; the message says what is missing and what there is."""
 
 
 def read_since(path: Path, since: str = "") -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Whole lines after a cursor, at most about CHUNK bytes, and {since, more, reset, damaged}.
+    """Return the rows in the whole lines after a cursor, at most about CHUNK bytes, and {since, more, reset, damaged}.
 
-    `since` in the answer is the next cursor; `more`: ask again at once; `reset`: what was read before is no longer in
-    the file (a resume rewrote it), forget it; `damaged`: lines that are not rows, left out. A last line without its
-    end is left for later. A missing file has no rows. Raises LiveError for a cursor that is none.
+    `since` in the answer is the next cursor; `more`: ask again at once; `reset`: the rows that were read before are no
+    longer in the file (a resume rewrote it), forget them; `damaged`: number of lines that are not rows, which are left
+    out. A last line without its end is left for later. A missing file has no rows. Raises LiveError: `since` is no
+    cursor.
     """
     match = re.fullmatch(r"(?:(\d{1,15})-([0-9a-f]{8}))?", since)
     if not match:
@@ -52,7 +53,7 @@ def read_since(path: Path, since: str = "") -> tuple[list[dict[str, Any]], dict[
     for line in data.splitlines():
         try:
             row = parse_json(line)
-        except ValueError:  # json's and unicode's
+        except ValueError:  # errors of JSON and of Unicode
             row = None
         if isinstance(row, dict):
             rows.append(row)
@@ -62,7 +63,7 @@ def read_since(path: Path, since: str = "") -> tuple[list[dict[str, Any]], dict[
 
 
 def follow(path: Path, since: str, take: Callable[[dict[str, Any]], None], forget: Callable[[], None]) -> str:
-    """Hand every row after a cursor to `take`, after `forget` where the file was rewritten; returns the next cursor."""
+    """Hand every row after a cursor to `take`, after `forget` if the file was rewritten; return the next cursor."""
     more = True
     while more:
         rows, answer = read_since(path, since)
@@ -75,7 +76,7 @@ def follow(path: Path, since: str, take: Callable[[dict[str, Any]], None], forge
 
 
 def _before(file: Any, offset: int) -> int:
-    """Checksum of what stands just before an offset; -1 if the file ends earlier."""
+    """Return the checksum of the bytes just before an offset; -1 if the file ends earlier."""
     start = max(0, offset - _CHECKED)
     file.seek(start)
     data = file.read(offset - start)
@@ -83,8 +84,11 @@ def _before(file: Any, offset: int) -> int:
 
 
 def stamp(*paths: Path) -> tuple[int, ...]:
-    """Times and sizes of the files and folders that are there: as an argument of a function that keeps what it made of
-    them, so that it makes it again when one has changed."""
+    """Return the times and sizes of those files and folders that exist.
+
+    A function that caches what it made of files takes their stamp as an argument, so that it makes the result again
+    when a file has changed.
+    """
     found: list[int] = []
     for path in paths:
         with suppress(OSError):

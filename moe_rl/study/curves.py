@@ -1,4 +1,4 @@
-"""A run's rewards in one number: where it ended, whether it learned, whether it fell. One value per step goes in."""
+"""Summaries of a run's rewards, one value per step: final value, area under the curve, collapse."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ import numpy as np
 Numbers = Sequence[float | int] | np.ndarray
 
 FINAL_STEPS = 5
-"""Final reward is the mean over this many last steps."""
+"""Number of last steps over which the final reward is the mean."""
 
 TIE = 1e-9
-"""What is this near a threshold, relative to it, is at it: a mean's rounding decides nothing."""
+"""Relative distance within which a value counts as at a threshold, so that a mean's rounding decides nothing."""
 
 GAIN = 0.1
-"""A run that ends at most this above its reward before training has failed."""
+"""Largest gain over the reward before training with which a run counts as failed."""
 
 FAILED = f"gained at most {GAIN}"
-"""The same in brief, beside a count of such runs: they did not break off."""
+"""The rule for failed runs in brief, shown beside a count of such runs: they did not break off."""
 
 FAILED_RULE = (
     f"a run failed when it ended at most {GAIN} above its held-out reward at step 0 (above the mean reward of its "
@@ -27,7 +27,7 @@ BELOW_START_RULE = "it ended below its start when it ended below that reward"
 
 
 def final_value(values: Numbers) -> float:
-    """Mean of the last five steps (fewer if the run is shorter): less noisy than the last step alone.
+    """Return the mean of the last five steps (fewer if the run is shorter): less noisy than the last step alone.
 
     >>> final_value([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])
     1.0
@@ -38,7 +38,7 @@ def final_value(values: Numbers) -> float:
 
 
 def area_under_curve(steps: Numbers, values: Numbers) -> float:
-    """Trapezoid area divided by the span of the steps: the mean reward while training, in units of reward.
+    """Return the mean reward while training, in units of reward: trapezoid area divided by the span of the steps.
 
     >>> area_under_curve([0, 1, 3], [0.0, 1.0, 1.0])     # (0.5 * 1 + 1.0 * 2) / 3
     0.8333333333333334
@@ -55,7 +55,11 @@ def area_under_curve(steps: Numbers, values: Numbers) -> float:
 
 @dataclass(frozen=True)
 class Collapse:
-    """`step` is where the run fell for good (NaN: it did not); `fall` = 1 - last/best trailing mean."""
+    """Result of `detect_collapse`.
+
+    `step` is where the run fell for good (NaN: no collapse); `best` is the best trailing mean; `fall` = 1 - last/best
+    trailing mean.
+    """
 
     step: float
     best: float
@@ -73,8 +77,10 @@ COLLAPSE_RULE = (
 
 
 def detect_collapse(steps: Numbers, rewards: Numbers, window: int = FINAL_STEPS, drop: float = 0.5) -> Collapse:
-    """Apply `COLLAPSE_RULE`: the first step from which trailing mean <= (1 - drop) * best so far, to the end. Steps
-    without a reward are left out, as in every other number of a run.
+    """Find a collapse by `COLLAPSE_RULE`.
+
+    Its step is the first from which trailing mean <= (1 - drop) * best so far, to the end. Steps without a reward are
+    left out, as in every other number of a run.
 
     >>> detect_collapse(range(6), [0.8, 0.8, 0.8, 0.2, 0.2, 0.2], window=1)
     Collapse(step=3.0, best=0.8, fall=0.75)

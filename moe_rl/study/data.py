@@ -3,7 +3,7 @@
 >>> data = load("runs/replay_vs_gspo")                                     # doctest: +SKIP
 >>> data.rollouts.groupby(["arm", "step"])["reward"].mean()                # doctest: +SKIP
 
-It reads folders only, never a model, so a study that was copied from a cluster loads the same.
+Only folders are read, never a model, so a study that was copied from a cluster loads the same.
 """
 
 import os
@@ -40,7 +40,7 @@ from moe_rl.study.folders import (
 from moe_rl.study.words import not_mathematics
 
 FIELDS = {kind: "timings" if kind == "step" else f"{kind}s" for kind in KINDS}
-"""Kind of row -> field of StudyData that holds it."""
+"""Kind of row -> field of StudyData that holds rows of this kind."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class StudyData:
     `seed` in front (columns as the run wrote them; log-ratios in nats, rates as numerator and denominator).
     `timings`: seconds of each step. `engines`: the gap between rollout and training engine, one row per `pair`; empty
     where one engine did both. `decompositions`: the log-ratio split into weights, routes and their interaction, where
-    the study asked for it. `floors`: what changes with equal weights, one row per `variant`. `tokens` is read on first
-    use, `roundings` are the same study under other CPU kernels, `route_files` lists the stored routes, for
-    `moe_rl.training.route_tables.read_route_table`. `not_started` names runs that the study declares and that have no
-    folder yet, `notes` what was odd while reading.
+    the study asked for the split. `floors`: noise floors, which are what changes with equal weights, one row per
+    `variant`. `tokens` is read on first use, `roundings` are the same study under other CPU kernels, `route_files`
+    lists the stored routes, for `moe_rl.training.route_tables.read_route_table`. `not_started` names runs that the
+    study declares and that have no folder yet, `notes` has remarks on what was odd in the folders.
     """
 
     name: str
@@ -103,7 +103,7 @@ class StudyData:
 
     @property
     def _title(self) -> str:
-        """One line: what was loaded."""
+        """Name of the study, finished runs and numbers of rows, in one line."""
         tables = {name: getattr(self, name) for name in FIELDS.values() if name != "timings"}
         rows = ", ".join(f"{name} {len(table)}" for name, table in tables.items() if len(table))
         finished, notes = len(self.runs) - len(self.unfinished), f"; {len(self.notes)} notes" if self.notes else ""
@@ -111,23 +111,24 @@ class StudyData:
 
     @cached_property
     def _overview(self) -> pd.DataFrame:
+        """Table with one row per arm, as `moe_rl.study.shown.overview` makes it."""
         of_policy = {run.arm for run in self.runs if run.responses == "policy"}
         return shown.overview(self.arms, self.rollouts, self.probes, of_policy)
 
     def rates(
         self, level: str = "slot", by: str | Sequence[str] = ("arm", "update"), table: str = "probes"
     ) -> pd.DataFrame:
-        """Expert-change rates: the share of slots, of (token, site) pairs or of tokens that changed.
+        """Return expert-change rates: the share of slots, of (token, site) pairs or of tokens that changed.
 
         Counts are summed before they are divided. One row per group, with `rate`, `changed` and `total`.
 
         Args:
             level: `slot`, `site` or `token`.
             by: columns, e.g. `arm`, `seed`, `step`, `update`; `routing_site` gives each site its row (slots only).
-            table: `probes` (old policy against new, routed live), `updates` (what the update forward routed otherwise
-                than the old policy), `engines` or `floors`.
+            table: `probes` (old policy against new, both with live routing), `updates` (update forward against old
+                policy), `engines` or `floors`.
 
-        Raises StudyDataError: an unknown word, or rows without these counts.
+        Raises StudyDataError: an unknown level, table or column, or rows without these counts.
 
         >>> data.rates("slot", by=["arm", "update"])                               # doctest: +SKIP
         """
@@ -137,9 +138,10 @@ class StudyData:
 
     @staticmethod
     def describe(name: str) -> "shown.Described":
-        """Definition, unit, quotient and source of a metric, in every kind of row that has it; shows itself in a
-        notebook. `slot_change` and its like are kept as two counts, `slots_changed` over `slots`. Raises StudyDataError
-        for an unknown name, with the nearest.
+        """Return definition, unit, quotient and source of a metric, in every kind of row that has it.
+
+        The result shows itself in a notebook. `slot_change` and similar rates are kept as two counts, `slots_changed`
+        over `slots`. Raises StudyDataError: an unknown name; the message has the nearest.
 
         >>> StudyData.describe("grad_norm")
         grad_norm, update rows [1]: global L2 norm of the gradient before clipping
@@ -149,13 +151,13 @@ class StudyData:
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """The study's own env.json (the command that started it); empty for a single run."""
+        """The study's own env.json (of the command that started the study); empty for a single run."""
         file = self.folder / "env.json"
         return read_json(file) if file.exists() and len(self.runs) != 1 else {}
 
     @cached_property
     def roundings(self) -> dict[str, "StudyData"]:
-        """The same study under other roundings, by name: those of its folders `rounding_<name>` that hold runs."""
+        """The same study under other roundings, by name: its folders `rounding_<name>` that hold runs."""
         if self.folder == Path() and not (self.folder / "study.yaml").exists():  # several studies, joined
             return {}
         folders = [folder for folder in sorted(self.folder.glob(f"{ROUNDING}*")) if any(folder.glob("*/seed*"))]
@@ -193,8 +195,11 @@ class StudyData:
 
     @cached_property
     def route_files(self) -> pd.DataFrame:
-        """Stored routes, on demand: arm, seed, step, update (0: the old policy's) and path, those of a run in
-        their order, for `moe_rl.training.route_tables.read_route_table`."""
+        """Table of stored routes, which are read on demand: arm, seed, step, update (0: the old policy's) and path.
+
+        The files of a run are in the order of steps and updates; `moe_rl.training.route_tables.read_route_table` reads
+        one.
+        """
         rows = [
             {"arm": run.arm, "seed": run.seed, "step": step_of(file), "update": update_of(file), "path": file}
             for run in self.runs
@@ -204,10 +209,10 @@ class StudyData:
 
 
 def load(path: str | Path) -> StudyData:
-    """Read `runs/<study>` or one run folder `runs/<study>/<arm>/seed<k>`.
+    """Load a study folder `runs/<study>` or one run folder `runs/<study>/<arm>/seed<k>`.
 
-    Unfinished runs are loaded as far as they got and listed in `unfinished`; an interrupted last line is left
-    out with a note. Raises StudyDataError where there is no run, or naming file and line of any other damage.
+    Unfinished runs are loaded as far as they got and listed in `unfinished`; an interrupted last line is left out with
+    a note. Raises StudyDataError: there is no run, or something else is damaged (the message names file and line).
     """
     path = Path(path).expanduser()
     if not path.is_dir():
@@ -251,9 +256,10 @@ def load(path: str | Path) -> StudyData:
 
 
 def join(studies: Mapping[str, StudyData]) -> StudyData:
-    """Several studies as one, to compare them: arms become `<key>/<arm>`, rows and declared comparisons stay. So do
-    `interest`, `outcome` and `alarms` where all studies have the same; else there are the defaults, of which outcome is
-    noted. Raises StudyDataError for what is no loaded study.
+    """Join several studies into one, to compare them: arms become `<key>/<arm>`, rows and declared comparisons stay.
+
+    `interest`, `outcome` and `alarms` stay if all studies have the same; else the defaults hold, with a note if
+    outcomes differ. Raises StudyDataError: a value is no loaded study.
 
     >>> join({"lag 0": load("runs/a"), "lag 2": load("runs/b")}).rollouts      # doctest: +SKIP
     """
@@ -276,28 +282,30 @@ def join(studies: Mapping[str, StudyData]) -> StudyData:
     config: dict[str, Any] = {"arms": declared}
     configs = [data.config for data in studies.values()]
     if compared or all(isinstance(own.get("comparisons"), list | tuple) for own in configs):
-        config["comparisons"] = compared  # "none", where each study declares that
+        config["comparisons"] = compared  # an empty list if every study declares an empty list
     for name in ("interest", "outcome", "alarms"):
         if all(name in own and own[name] == configs[0][name] for own in configs):
             config[name] = configs[0][name]
     if len({own.get("outcome") or "sampled" for own in configs}) > 1:
         notes.append("the studies do not all declare one outcome; here that of all is of their last steps, as sampled")
     waiting = tuple(f"{key}/{run}" for key, data in studies.items() for run in data.not_started)
-    # an empty frame has no column types; stacking it would turn the others' integers into objects
+    # an empty frame has no column types; stacking it would turn integers of other frames into objects
     filled = {name: [frame for frame in frames if len(frame)] or frames[:1] for name, frames in tables.items()}
     whole = {name: pd.concat(frames, ignore_index=True) for name, frames in filled.items()}
     return StudyData(title, Path(), config, tuple(runs), notes=tuple(notes), not_started=waiting, **whole)
 
 
 def pooled_rate(rows: pd.DataFrame, changed: str, total: str, by: str | list[str]) -> pd.Series:
-    """Σ changed / Σ total of the rows of each group that have both; NaN where nothing was counted."""
+    """Return Σ changed / Σ total over the rows of each group that have both; NaN if nothing was counted."""
     sums = shown.counted(rows, changed, total).groupby(by, observed=True)[[changed, total]].sum()
     return sums[changed] / sums[total].where(sums[total] > 0)
 
 
 def declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a study's configuration says of its arms, a mapping or a list of names or mappings; nothing of what is
-    neither."""
+    """Return arm -> what a study's configuration says of the arm.
+
+    The configuration's `arms` are a mapping, or a list of names or mappings; the result is empty for anything else.
+    """
     arms = config.get("arms")
     if isinstance(arms, list):
         return {str(a.get("name")) if isinstance(a, dict) else str(a): a if isinstance(a, dict) else {} for a in arms}
@@ -305,19 +313,22 @@ def declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _drawable(label: str) -> str:
-    """The label; with plain dollars where figures could not draw it, which is refused of a study file alone."""
+    """Return the label, with its dollars escaped if figures could not draw it.
+
+    The command that runs a study refuses such labels; a study from elsewhere may have them.
+    """
     return label.replace("$", r"\$") if not_mathematics(label) else label
 
 
 def _check_readable(path: Path, config: dict[str, Any]) -> None:
-    """Raises StudyDataError for an arm whose folder may not be read: a search for runs passes over it."""
+    """Raise StudyDataError for an arm's folder that may not be read, because a search for runs passes over it."""
     for arm in declared_arms(config) or [child.name for child in path.iterdir()]:
         if os.path.isdir(path / arm) and not os.access(path / arm, os.R_OK | os.X_OK):
             raise StudyDataError(f"{path / arm}: you may not read this folder, and its runs belong to the study")
 
 
 def check_declared(file: Path, config: dict[str, Any]) -> None:
-    """Raises StudyDataError for declarations that cannot be followed (`check_declarations`), runs among them."""
+    """Raise StudyDataError for declarations that cannot be followed: those of `check_declarations`, and seeds."""
     try:
         check_declarations(config)
     except ValueError as error:
@@ -326,8 +337,10 @@ def check_declared(file: Path, config: dict[str, Any]) -> None:
 
 
 def declared_runs(file: Path, config: dict[str, Any]) -> list[tuple[str, int]]:
-    """(arm, seed) of every run that a study's configuration, of this file, declares, arm by arm. Raises StudyDataError
-    for seeds that are no list of whole numbers."""
+    """Return (arm, seed) of every run that a study's configuration declares, arm by arm.
+
+    file: where the configuration is from, for messages. Raises StudyDataError: seeds are no list of whole numbers.
+    """
     arms = declared_arms(config)
     seeds = {"seeds": config.get("seeds"), **{f"arms.{arm}.seeds": about.get("seeds") for arm, about in arms.items()}}
     for name, given in seeds.items():
@@ -337,13 +350,13 @@ def declared_runs(file: Path, config: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def no_folder(path: Path) -> str:
-    """Why a path is no folder of runs, and what is one."""
+    """Return a message: why a path is no folder of runs, and what such a folder is called."""
     what = "a file" if path.exists() else "no such folder"
     return f"{path}: {what}; expected runs/STUDY or runs/STUDY/ARM/seedN"
 
 
 def nothing_here(path: Path) -> str:
-    """Why a folder without study.yaml and run is none of a study, and which may be meant."""
+    """Return a message: why a folder without study.yaml and runs is no study, and which folder may be meant."""
     if seeds_in(path):
         return f"{path}: the runs of one arm; name their study, {path.resolve().parent}, or one of them"
     inside = sorted(study_names(path))
@@ -352,7 +365,10 @@ def nothing_here(path: Path) -> str:
 
 
 def study_names(path: Path) -> set[str]:
-    """Folders inside that hold a study. Those of other trainers' runs have no study.yaml."""
+    """Return the names of the folders inside that hold a study.
+
+    A study of other trainers' runs has no study.yaml; its folder is known by the runs in it.
+    """
     declared = {p.parent.name for p in path.glob("*/study.yaml")}
     runs = (p.parent for p in path.glob("*/*/seed*/metrics.jsonl"))
     return declared | {run.parents[1].name for run in runs if seed_of(run) is not None}

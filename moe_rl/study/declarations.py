@@ -1,4 +1,4 @@
-"""What a study declares before it is run, in a study file or in the `study.yaml` of a folder: checked in one place."""
+"""Checks of what a study declares before it is run, in a study file or in the `study.yaml` of a folder."""
 
 import math
 from collections.abc import Mapping
@@ -10,8 +10,11 @@ Outcome = Literal["sampled", "held_out"]
 
 
 def check_declarations(config: Mapping[str, Any]) -> None:
-    """Raises ValueError for an `outcome`, `interest`, `comparisons` or `alarms` that cannot be followed, as those of a
-    file written by hand may be; the message begins with the field. What is not there is not declared."""
+    """Raise ValueError for an `outcome`, `interest`, `comparisons` or `alarms` that cannot be followed.
+
+    A file written by hand may have such values. The message begins with the name of the field. A missing field counts
+    as not declared.
+    """
     outcome, least, pairs = (config.get(name) for name in ("outcome", "interest", "comparisons"))
     if outcome is not None and outcome not in get_args(Outcome):
         raise ValueError(f"outcome: expected {' or '.join(get_args(Outcome))}, got {outcome!r:.80}")

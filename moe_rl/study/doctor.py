@@ -39,7 +39,7 @@ from moe_rl.training import RunConfig
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. ok: None where nothing is required."""
+    """One line of the report; `ok` is None if nothing is required."""
 
     name: str
     ok: bool | None
@@ -49,8 +49,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to compute with; bytes. `accelerator`: cuda, cpu or planned; `asked`: whether its devices are
-    so many because somebody asked for a plan over them."""
+    """What a machine has to compute with: devices, and memory and disk in bytes.
+
+    `accelerator`: cuda, cpu or planned; `asked`: whether the number of devices is that of a plan which somebody asked
+    for.
+    """
 
     accelerator: str
     devices: tuple[str, ...]
@@ -62,7 +65,11 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Devices with the memory that is free on the fullest, host memory that is available, disk free in this folder."""
+    """Return what this machine has: devices, host memory and disk space.
+
+    Device memory is what is free on the fullest device, host memory what is available, disk what is free in this
+    folder.
+    """
     host, disk = available_memory(), shutil.disk_usage(".").free
     if torch.cuda.is_available():
         indices = range(torch.cuda.device_count())
@@ -73,7 +80,10 @@ def inspect_machine() -> Machine:
 
 
 def planned(devices: int | None, memory: float | None) -> Machine:
-    """This machine, or as it would be with other devices: so many, of so many GB. Raises ValueError for none."""
+    """Return this machine, or as it would be with so many devices, of so many GB.
+
+    Raises ValueError: fewer than one device, or devices without memory.
+    """
     here = inspect_machine()
     if devices is None and memory is None:
         return here
@@ -87,7 +97,7 @@ def planned(devices: int | None, memory: float | None) -> Machine:
 
 
 def available_memory() -> int:
-    """Bytes of host memory to be had now: what the kernel says is available, within the container's limit."""
+    """Return the bytes of host memory that are available now: what the kernel says, within the container's limit."""
     free = free_bytes(torch.device("cpu"))
     if free is None:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -95,10 +105,13 @@ def available_memory() -> int:
 
 
 def left_in_cgroups(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """Bytes left under the memory limit (cgroup v2, v1) of this process's group and of each above it that has one.
-    Inactive page cache counts as left: the kernel drops it where memory is wanted."""
+    """Return the bytes left under each memory limit (cgroup v2, v1) of this process's group and the groups above it.
+
+    Groups without a limit are left out. Inactive page cache counts as left, because the kernel drops it when memory is
+    wanted.
+    """
     lines = [line.split(":", 2) for line in own.read_text().splitlines()] if own.exists() else []
-    groups = {name: path.strip("/") for _, names, path in lines for name in names.split(",")}  # v2 has no name
+    groups = {name: path.strip("/") for _, names, path in lines for name in names.split(",")}  # v2 has an empty name
     left = []
     for group, most, now, cached in (
         (root / groups.get("", ""), "max", "current", "inactive_file"),
@@ -115,7 +128,7 @@ def left_in_cgroups(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
 
 
 def check_packages() -> list[Check]:
-    """Every package of the instrument and of the laboratory against its bounds, then the optional extras."""
+    """Check every package of the instrument and the laboratory against its bounds; then list the optional extras."""
     try:
         declared = [Requirement(text) for text in importlib.metadata.requires("moe_rl") or ()]
     except importlib.metadata.PackageNotFoundError:
@@ -147,13 +160,13 @@ EXTRAS = ("notebooks", "peft", "trl", "reasoning-gym", "math-verify", "slurm", "
 
 
 def installed(requirement: Requirement) -> tuple[str, bool]:
-    """The installed version of a package and whether it is within the bounds."""
+    """Return the installed version of a package, and whether that is within the bounds."""
     version = version_of(requirement.name)
     return version, version != NOT_INSTALLED and requirement.specifier.contains(Version(version), prereleases=True)
 
 
 def check_machine_parts(machine: Machine) -> list[Check]:
-    """Torch's build, devices, cores, memory, disk, compilers: for information."""
+    """List torch's build, devices, cores, memory, disk and compilers, for information."""
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     compilers = ", ".join(name if shutil.which(name) else f"no {name}" for name in ("g++", "nvcc"))
     bf16 = "bf16" if machine.bf16 else "no native bf16"
@@ -169,14 +182,16 @@ def check_machine_parts(machine: Machine) -> list[Check]:
 
 
 def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan | None, str]:
-    """What the study needs against what is there, for its most demanding arm; the plan of that arm and its name.
-    `plan` is None where the model's configuration is not at hand."""
+    """Check what a study needs, for its most demanding arm, against what there is; return checks, plan and arm.
+
+    The plan is None if the model's configuration is not at hand, or peft is missing and an arm needs it.
+    """
     runs = {arm: study.resolve(arm, study.seeds[0]) for arm in study.arms}
     checks = [check_options(runs), *check_parts(runs, machine), *check_comparisons(study)]
     if any(run.model.lora is not None for run in runs.values()) and importlib.util.find_spec("peft") is None:
         return [*checks, Check("peft", False, "not installed", "pip install '.[peft]' in the checkout")], None, ""
     counts = {arm: processes(run, machine) for arm, run in runs.items()}
-    shared = machine.accelerator == "cpu"  # all processes have the host's memory
+    shared = machine.accelerator == "cpu"  # all processes share the host's memory
     try:
         plans = {arm: plan(run, counts[arm]) for arm, run in runs.items()}
         needed = {arm: of.peak * (counts[arm] if shared else 1) for arm, of in plans.items()}
@@ -207,15 +222,18 @@ def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan
 
 
 def processes(run: RunConfig, machine: Machine) -> int:
-    """Over how many processes, one device each, a run is planned: those that were asked for, else what it says itself
-    (one without a strategy, or `distributed.processes`), else one for each device that is here."""
+    """Return over how many processes, one device each, a run is planned.
+
+    That is the number that was asked for, else what the run says itself (one without a strategy, or
+    `distributed.processes`), else one for each device that is here.
+    """
     if machine.asked:
         return len(machine.devices)
     return 1 if run.distributed.strategy == "none" else run.distributed.processes or len(machine.devices)
 
 
 def check_options(runs: Mapping[str, RunConfig]) -> Check:
-    """Whether the arms' options of models and engines are usable here."""
+    """Check whether the arms' options of models and engines are usable here."""
     try:
         for run in runs.values():
             check_here(run)
@@ -225,7 +243,7 @@ def check_options(runs: Mapping[str, RunConfig]) -> Check:
 
 
 def check_parts(runs: Mapping[str, RunConfig], machine: Machine) -> list[Check]:
-    """Tasks, prompts and bf16 of all arms; a line that does not hold of every arm names those that it holds of."""
+    """Check tasks, prompts and bf16 of all arms; a line that does not hold of every arm names its arms."""
     known: dict[str, list[Check]] = {}
     arms: dict[Check, list[str]] = {}
     for arm, run in runs.items():
@@ -246,8 +264,11 @@ def check_parts(runs: Mapping[str, RunConfig], machine: Machine) -> list[Check]:
 
 
 def check_task(run: RunConfig) -> list[Check]:
-    """Whether the task is usable here, the tokenizer has tokens for its prompts, and the model positions for them and
-    the responses; no second line where the tokenizer is not at hand, or the task is not."""
+    """Check that the task is usable here, and that tokenizer and model can take its prompts.
+
+    The tokenizer must have tokens for the prompts, and the model positions for prompts and responses. There is no
+    second line if the tokenizer, the model's configuration or the task is not at hand.
+    """
     path = run.model.path
     try:
         task = make_task(run.task)
@@ -262,7 +283,7 @@ def check_task(run: RunConfig) -> list[Check]:
     except (ValueError, OSError):
         return [usable]  # a line of its own says what is wrong with the model's configuration
     if folder is not None and not has_tokenizer(folder):
-        return [usable]  # a hub id, or a configuration alone
+        return [usable]  # a hub id, or a folder with a configuration alone
     try:
         tokenizer = (
             char_tokenizer(alphabet) if folder is None else load_tokenizer(str(folder), run.model.trust_remote_code)
@@ -275,7 +296,10 @@ def check_task(run: RunConfig) -> list[Check]:
 
 
 def check_comparisons(study: StudyConfig) -> list[Check]:
-    """Whether the declared comparisons have the pairs that a verdict needs: after the runs it is late to hear of it."""
+    """Check that the declared comparisons have the pairs of seeds that a verdict needs.
+
+    A user who hears of missing pairs after the runs hears of them too late.
+    """
     seeds = {name: set(arm.seeds or study.seeds) for name, arm in study.arms.items()}
     pairs = [len(seeds[arm] & seeds[other]) for arm, other in study.comparisons or ()]
     family = sum(n >= FEWEST for n in pairs) or len(pairs)
@@ -289,13 +313,13 @@ def check_comparisons(study: StudyConfig) -> list[Check]:
 
 
 def fits(name: str, needed: int, there: int, where: str) -> Check:
-    """A comparison in plain words."""
+    """Return a check, in plain words, of the bytes that are needed against those that are there."""
     words = f"needs {gb(needed)} {where}, {gb(there)} there"
     return Check(name, needed <= there, words, "" if needed <= there else f"{gb(needed - there)} too little")
 
 
 def gb(count: int) -> str:
-    """Bytes in decimal units, with two or more digits.
+    """Return a number of bytes as text in decimal units, with two or more digits.
 
     >>> gb(61_064_245_248), gb(2_490_000_000), gb(460_000)
     ('61 GB', '2.5 GB', '0.46 MB')
@@ -309,7 +333,7 @@ def gb(count: int) -> str:
 
 
 def examine(study: StudyConfig | None, machine: Machine) -> dict[str, Any]:
-    """Everything that the report says, as plain data; `ok`: whether nothing that is required is missing."""
+    """Return everything that the report says as plain data; `ok`: whether nothing that is required is missing."""
     checks = check_packages() + check_machine_parts(machine)
     found: dict[str, Any] = {"machine": asdict(machine), "checks": [asdict(check) for check in checks]}
     if study is not None:
@@ -323,7 +347,7 @@ def examine(study: StudyConfig | None, machine: Machine) -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """The findings as lines of text."""
+    """Return the findings of `examine` as lines of text."""
     lines = ["This machine", *map(_line, found["checks"])]
     if study := found.get("study"):
         lines += ["", f"Study {study['name']}"]
@@ -345,18 +369,20 @@ def report(found: dict[str, Any]) -> str:
 
 
 def _need(need: dict[str, Any]) -> str:
+    """Return one need of the plan in words: its name, when it is there, and its note."""
     when = {"always": "", "update": "while updating"}.get(need["when"], f"while {need['when']}")
     words = "; ".join(filter(None, (when, need["note"])))
     return f"{need['name']} ({words})" if words else need["name"]
 
 
 def _line(check: dict[str, Any]) -> str:
+    """Return one check as a line of the report."""
     mark = {True: "ok", False: "!!", None: "  "}[check["ok"]]
     return f"  {mark} {check['name']:20} {check['found']}" + (f" -> {check['remedy']}" if check["remedy"] else "")
 
 
 def doctor(study: StudyConfig | None, machine: Machine, as_json: bool) -> int:
-    """Print the report; the exit status: 0 if all that is required is there, else 1."""
+    """Print the report and return the exit status: 0 if all that is required is there, else 1."""
     found = examine(study, machine)
     print(json.dumps(found, indent=1) if as_json else report(found))
     return 0 if found["ok"] else 1

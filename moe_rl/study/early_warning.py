@@ -1,4 +1,4 @@
-"""Which signal tells early that a run will end badly? Over all runs of some studies."""
+"""Early warning: how well signals of the first steps tell, over all runs of some studies, that a run will end badly."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.outcomes import OUTCOMES, run_outcomes
 
 REWARD = "reward"
-"""The training reward itself, of every response: what a signal has to tell more than."""
+"""The training reward itself, over every response: the signal that others have to improve on."""
 UPDATE_SIGNALS = (
     "grad_norm",
     "k3",
@@ -28,16 +28,22 @@ SHARES = {
     "site_change": ("sites_changed", "sites"),
     "f2": ("extreme_2_natural", "tokens"),
 }
-"""Of a probe, pooled over its rows: numerator and denominator. f2: tokens with max(r, 1/r) > 2, live routing."""
+"""Shares of probes, pooled over rows: name -> (numerator, denominator).
+
+f2: tokens with max(r, 1/r) > 2, by live routing.
+"""
 PREFIXES = (5, 10, 20)
-"""The first so many steps, over which a signal is averaged."""
+"""Numbers of first steps over which a signal is averaged."""
 FEWEST = 5
-"""Different runs that an arm needs for a correlation among them."""
+"""Fewest different runs of an arm for a correlation among them."""
 
 
 def signals(data: StudyData, steps: int) -> pd.DataFrame:
-    """One row per (arm, seed): the mean of each signal over the first `steps` steps; `REWARD` of rollouts, others of
-    updates as they were made (with the arm's replay and noise) and of probes by live routing; `SHARES` are pooled."""
+    """Return one row per (arm, seed): the mean of each signal over the first `steps` steps.
+
+    `REWARD` is taken from rollouts, other signals from updates as they were made (with the arm's replay and noise) and
+    from probes, which route live; `SHARES` are pooled.
+    """
     key = ["arm", "seed"]
     rollouts, updates, probes = (t[t["step"] < steps] for t in (data.rollouts, data.updates, data.probes))
     found = updates.groupby(key)[[s for s in UPDATE_SIGNALS if s in updates]].mean()
@@ -50,20 +56,26 @@ def signals(data: StudyData, steps: int) -> pd.DataFrame:
 
 
 def origins(data: StudyData, study: str) -> pd.DataFrame:
-    """By (arm, seed): `cold_start`, the SHA-256 of the weights that the run began with (study and seed, where that
-    was not kept), and `rewards`, the training reward of every step. Runs that have both in common are one run, if their
-    rewards are of their own policies' responses."""
+    """Return what tells runs apart, by (arm, seed): `cold_start` and `rewards`.
+
+    `cold_start` is the SHA-256 of the weights that the run began with (study and seed, if the sum was not kept),
+    `rewards` the training reward of every step. Runs that have both in common are one run, if their rewards are of
+    their own policies' responses.
+    """
     curves = data.rollouts.sort_values("step").groupby(["arm", "seed"])["reward"].agg(tuple)
     starts = {(r.arm, r.seed): r.environment.get("weights_sha256") or f"{study}/{r.seed}" for r in data.runs}
     return curves.rename("rewards").to_frame().assign(cold_start=[starts[key] for key in curves.index])
 
 
 def run_signals(data: StudyData, prefixes: Sequence[int] = PREFIXES) -> pd.DataFrame:
-    """One row per finished run with a final reward, of which it can be told whether it failed (`judged` in
-    `final_rewards`) or which collapsed, and prefix that it is longer than (a run that is over by then has no later end
-    of which the signals could tell): arm, seed, steps (of the prefix), `final`, `bad` (failed, ended below its start or
-    collapsed, see `run_outcomes`), the `signals`; `cold_start` and `run`, by which the same weights to begin with and
-    the same run are known in other studies (first 16 digits of SHA-256)."""
+    """Return one row per finished run and prefix of its steps: the `signals` of the prefix, and how the run ended.
+
+    Runs are those with a final reward that collapsed, or of which it can be told whether they failed (`judged` in
+    `final_rewards`). Prefixes are those that the run is longer than (a run that is over by then has no later end that
+    signals could tell). Columns: arm, seed, steps (of the prefix), `final`, `bad` (failed, ended below its start or
+    collapsed, see `run_outcomes`), the `signals`; `cold_start` and `run`, by which the same initial weights and the
+    same run are known in other studies (first 16 digits of SHA-256).
+    """
     if REWARD not in data.rollouts:
         return pd.DataFrame(columns=["arm", "seed", "cold_start", "run", "final", "bad", "steps"])
     runs = run_outcomes(data).set_index(["arm", "seed"]).join(origins(data, data.name))
@@ -86,12 +98,16 @@ def run_signals(data: StudyData, prefixes: Sequence[int] = PREFIXES) -> pd.DataF
 
 
 def _digest(text: str) -> str:
+    """Return the first 16 hexadecimal digits of a text's SHA-256 sum."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def auc(values: np.ndarray, bad: np.ndarray) -> float:
-    """The chance that the signal of a run that ended badly is above that of one that did not (ties half): the area
-    under the ROC curve. NaN where all runs ended alike."""
+    """Return the area under the ROC curve of a signal, by which it tells apart the runs that ended badly.
+
+    The area is the chance that the signal of a run that ended badly is above that of a run that did not (ties half).
+    NaN if all runs ended alike.
+    """
     known = np.isfinite(values)
     values, bad = values[known], bad[known]
     n = int(bad.sum())
@@ -101,20 +117,20 @@ def auc(values: np.ndarray, bad: np.ndarray) -> float:
 
 
 def arms_of(table: pd.DataFrame) -> np.ndarray:
-    """A number for each run: that of its arm in its study, under its rounding where that is a column."""
+    """Return a number for each run: that of its arm in its study, under its rounding if the table has that column."""
     keys = [name for name in ("study", "arm", "rounding") if name in table]
     return table.groupby(keys, observed=True, dropna=False).ngroup().to_numpy()
 
 
 def pairs_within(bad: np.ndarray, arm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions (of the bad, of the other) of all pairs of runs of one arm that ended differently."""
+    """Return the positions (of the bad run, of the other) of all pairs of runs of one arm that ended differently."""
     of_bad, of_good = np.flatnonzero(bad), np.flatnonzero(~bad)
     i, j = np.nonzero(arm[of_bad][:, None] == arm[of_good])
     return of_bad[i], of_good[j]
 
 
 def auc_within(values: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], times: np.ndarray) -> float:
-    """`auc` over the given pairs alone, a run counted as often as `times` says. NaN without a pair."""
+    """Return `auc` over the given pairs alone, a run counted as often as `times` says; NaN without a pair."""
     bad, good = values[pairs[0]], values[pairs[1]]
     weight = times[pairs[0]] * times[pairs[1]] * (np.isfinite(bad) & np.isfinite(good))
     won = (bad > good) + 0.5 * (bad == good)
@@ -124,17 +140,17 @@ def auc_within(values: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], times: 
 def correlations_within(
     signal: np.ndarray, final: np.ndarray, reward: np.ndarray, arm: np.ndarray, times: np.ndarray
 ) -> tuple[float, float]:
-    """How a signal goes along with the final reward among the runs of one arm, and with the reward so far held fixed.
+    """Return the correlation of a signal with the final reward among the runs of one arm, plain and partial.
 
     Args:
-        signal, final, reward: of each run; reward is that of the steps that the signal is of.
-        arm: the number of a run's arm.
-        times: how often a run counts.
+        signal, final, reward: one value per run; `reward` is over the same steps as `signal`.
+        arm: the number of each run's arm.
+        times: how often each run counts.
 
     Returns:
-        Spearman's correlation of signal and final reward, and the partial one given `reward`: each the mean over arms,
-        weighted by their runs. Arms of fewer than `FEWEST` runs, and those where a side is constant, are left out; NaN
-        where none remains.
+        Spearman's correlation of signal and final reward, and the partial one with `reward` held fixed: each the mean
+        over arms, weighted by their runs. Arms of fewer than `FEWEST` runs, and arms in which one side is constant, are
+        left out; NaN if no arm remains.
     """
     weight = times * np.isfinite(signal + final)
     one, other = (ranks_within(values, arm, weight) for values in (signal, final))
@@ -149,8 +165,10 @@ def correlations_within(
 
 
 def ranks_within(values: np.ndarray, arm: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Ranks of runs among those of their arm, up to a constant of the arm, each run as often as its weight says; ties
-    share the middle rank. What has no weight may be missing."""
+    """Return the ranks of runs among those of their arm, up to a constant of the arm.
+
+    Each run counts as often as its weight says; ties share the middle rank. Values without weight may be missing.
+    """
     order = np.lexsort((values, arm))
     values, arm = values[order], arm[order]
     tie = np.cumsum(np.concatenate([[False], (values[1:] != values[:-1]) | (arm[1:] != arm[:-1])]))
@@ -161,7 +179,7 @@ def ranks_within(values: np.ndarray, arm: np.ndarray, weight: np.ndarray) -> np.
 
 
 def _correlations(a: np.ndarray, b: np.ndarray, arm: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Pearson's in each arm, a run counted by its weight; NaN where one side is constant."""
+    """Return Pearson's correlation in each arm, a run counted by its weight; NaN if one side is constant."""
     runs = np.maximum(np.bincount(arm, weight), 1)
     a, b = (x - (np.bincount(arm, weight * x) / runs)[arm] for x in (a, b))
     ab, aa, bb = (np.bincount(arm, weight * x * y) for x, y in ((a, b), (a, a), (b, b)))
@@ -169,13 +187,14 @@ def _correlations(a: np.ndarray, b: np.ndarray, arm: np.ndarray, weight: np.ndar
 
 
 def _mean_over_arms(values: np.ndarray, arm: np.ndarray, weight: np.ndarray) -> float:
+    """Return the mean over arms, weighted by their runs, without arms of fewer than `FEWEST` runs or with NaN."""
     enough = np.bincount(arm, weight > 0) >= FEWEST
     runs = np.bincount(arm, weight) * (enough & np.isfinite(values))
     return float((runs * np.nan_to_num(values)).sum() / runs.sum()) if runs.any() else float("nan")
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's; NaN below three pairs or where one of them is constant."""
+    """Return Spearman's correlation; NaN below three pairs or if one of the two is constant."""
     known = np.isfinite(a) & np.isfinite(b)
     if known.sum() < 3:
         return float("nan")
@@ -184,20 +203,20 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000, level: float = 0.95) -> pd.DataFrame:
-    """How well each signal tells, after the first so many steps, how a run will end.
+    """Return how well each signal of the first steps tells how a run will end: one row per number of steps and signal.
 
     Args:
-        studies: `run_signals` of each.
-        resamples: of the bootstrap.
-        level: of the intervals.
+        studies: `run_signals` of each study.
+        resamples: number of resamples of the bootstrap.
+        level: confidence level of the intervals.
 
     Columns: signal, steps, runs, bad, `auc` of telling bad ends apart; `within`, the same among the runs of one arm of
     one study (`auc_within`), so that telling arms apart is no part of it, over so many `pairs`; `correlation`
     (Spearman's, with the final reward); `correlation_within`, the same among the runs of one arm, and `beyond_reward`,
-    what remains of that where the reward of the same steps is held fixed (`correlations_within`; NaN where no table has
-    a reward). Each with an interval by bootstrap over cold starts, which the arms of a seed share, and studies with
-    each other. A run that several studies hold counts once, in the first of them. A signal that falls before a bad end
-    has areas below 0.5.
+    what remains of that correlation if the reward of the same steps is held fixed (`correlations_within`; NaN if no
+    table has a reward). Each has an interval by bootstrap over cold starts, which the arms of a seed share, and also
+    studies with each other. A run that several studies hold counts once, in the first of them. A signal that falls
+    before a bad end has areas below 0.5.
 
     Raises:
         ValueError: no run at all.
@@ -213,7 +232,7 @@ def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000, level:
         bad, final = table["bad"].to_numpy(bool), table["final"].to_numpy(float)
         clusters = [np.flatnonzero(table["cold_start"] == c) for c in sorted(table["cold_start"].unique())]
         generator = np.random.default_rng(0)
-        draws = [np.arange(len(table))]  # all runs once, and the resamples
+        draws = [np.arange(len(table))]  # first all runs once, then the resamples
         draws += [
             np.concatenate([clusters[i] for i in generator.integers(len(clusters), size=len(clusters))])
             for _ in range(resamples)
@@ -234,19 +253,19 @@ def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000, level:
                     "steps": steps,
                     "runs": int(known.sum()),
                     "bad": int(bad[known].sum()),
-                    **_with_ends("auc", [auc(values[d], bad[d]) for d in draws], level),
-                    **_with_ends("within", [auc_within(values, pairs, times) for times in counts], level),
+                    **_with_interval("auc", [auc(values[d], bad[d]) for d in draws], level),
+                    **_with_interval("within", [auc_within(values, pairs, times) for times in counts], level),
                     "pairs": int((known[pairs[0]] & known[pairs[1]]).sum()),
-                    **_with_ends("correlation", [rank_correlation(values[d], final[d]) for d in draws], level),
-                    **_with_ends("correlation_within", among[:, 0], level),
-                    **_with_ends("beyond_reward", among[:, 1], level),
+                    **_with_interval("correlation", [rank_correlation(values[d], final[d]) for d in draws], level),
+                    **_with_interval("correlation_within", among[:, 0], level),
+                    **_with_interval("beyond_reward", among[:, 1], level),
                 }
             )
     return pd.DataFrame(rows)
 
 
-def _with_ends(name: str, values: Sequence[float] | np.ndarray, level: float) -> dict[str, float]:
-    """A number with its interval: the first of `values` is of all runs, the others of resamples."""
+def _with_interval(name: str, values: Sequence[float] | np.ndarray, level: float) -> dict[str, float]:
+    """Return a number with its interval: the first of `values` is of all runs, the others are of resamples."""
     first, *draws = map(float, values)
     known = [d for d in draws if np.isfinite(d)]
     enough = len(known) > len(draws) / 2

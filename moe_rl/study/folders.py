@@ -1,4 +1,4 @@
-"""One run folder: its configuration, environment and metrics, read and checked line by line."""
+"""Reading of run folders: configuration, environment and metrics, checked line by line."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 KINDS = tuple(ROWS)
 _OF_A_RUN = ("label", "note", "run", "distributed")
-"""Parts of a configuration that runs of one arm may have each in its own way."""
+"""Parts of a configuration that each run of an arm may have in its own way."""
 SOURCES = {"sft": "demonstrations", "rft": "initial", "dpo": "initial"}
-"""Objectives that learn from others' responses than their own policy's, unless `method.source` says otherwise."""
+"""Objective that learns from others' responses than its own policy's -> their source, unless `method.source` is set."""
 
 
 class StudyDataError(ValueError):
-    """A run folder that cannot be read: says which file, where in it, and what to do."""
+    """Error for a run folder that cannot be read; the message says which file, where in it, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Run:
         return f"{self.arm}/seed{self.seed}"
 
     def setting(self, name: str, default: Any = None) -> Any:
-        """A setting by name, from the top of the configuration, its `method` or its resolved `objective`."""
+        """Return a setting: of the top of the configuration, else of its `method`, `objective` or `arm`, else
+        `default`."""
         for place in (self.config, self.config.get("method"), self.config.get("objective"), self.config.get("arm")):
             if isinstance(place, dict) and place.get(name) is not None and not isinstance(place[name], dict):
                 return place[name]
@@ -62,38 +63,44 @@ class Run:
 
     @property
     def replay(self) -> str:
+        """Kind of replay as the configuration names it; `none` without replay."""
         replay = self.setting("replay", "none")
-        return "none" if replay is False else str(replay)  # YAML's off, no and false
+        return "none" if replay is False else str(replay)  # YAML reads off, no and false as False
 
     @property
     def noise(self) -> float:
         """Scale of the selection noise in router-logit units: a stress test, 0 in a natural run."""
-        noise = at(self.config, "method", "noise")  # elsewhere another trainer's word
+        noise = at(self.config, "method", "noise")  # elsewhere the word is another trainer's
         return float(noise) if isinstance(noise, int | float) and not isinstance(noise, bool) else 0.0
 
     @property
     def responses(self) -> str:
-        """Whose responses the run learns from, and its training rewards are of: `policy`, `initial`,
-        `demonstrations`."""
+        """Source of the responses that the run learns from and that its training rewards are of.
+
+        One of `policy`, `initial`, `demonstrations`.
+        """
         source = self.setting("source")
-        known = source in ("policy", *SOURCES.values())  # or another trainer's word, for a data set
+        known = source in ("policy", *SOURCES.values())  # else another trainer's name of a data set
         return str(source if known else SOURCES.get(self.objective.lower(), "policy"))
 
     @property
     def rounding(self) -> str:
-        """The CPU kernels that it ran under, where it was asked for; else `native`."""
+        """CPU kernels that the run was asked to use; `native` if nobody asked for any."""
         return str(self.environment.get("rounding") or "native")
 
     @property
     def method(self) -> str:
-        """Objective and replay in one word, the key of a colour: `grpo`, `grpo_replay`, `grpo_pr2`, `gspo`, ..."""
+        """Objective and replay in one word, the key of a colour in figures: `grpo`, `grpo_replay`, `grpo_pr2`, ..."""
         kind = self.replay.lower()
         return self.objective if kind in ("none", "") else f"{self.objective}_{'pr2' if kind == 'pr2' else 'replay'}"
 
 
 def mixed_settings(runs: Sequence[Run]) -> list[str]:
-    """What is to be said of arms whose seeds were run under different settings: pooled, they are no arm. Left out are
-    seeds, settings that change no number (`FREE`), and texts that every run has of its own, as names and places are."""
+    """Return a note on each setting in which the runs of one arm differ, because such runs, pooled, are no arm.
+
+    Left out are seeds, settings that change no number (`FREE`), and texts that every run has of its own, as names and
+    places are.
+    """
     by_arm: dict[str, list[tuple[Run, dict[str, Any]]]] = {}
     for run in runs:
         by_arm.setdefault(run.arm, []).append((run, flatten(run.config)))
@@ -114,28 +121,28 @@ def mixed_settings(runs: Sequence[Run]) -> list[str]:
 
 
 def section(config: dict[str, Any], *names: str) -> dict[str, Any]:
-    """A mapping in a configuration, by the names that lead to it; empty where another trainer has none there."""
+    """Return a mapping in a configuration by the names that lead to it; empty if no mapping is there."""
     found = at(config, *names)
     return found if isinstance(found, dict) else {}
 
 
 def folder_order(folder: Path) -> tuple[str, int]:
-    """Arms by name, seeds by number."""
+    """Return the sort key of a run folder: arms by name, seeds by number."""
     return folder.parent.name, seed_of(folder) or 0
 
 
 def run_folders(study: Path) -> list[Path]:
-    """ARM/seedN below a study's folder."""
+    """Return the run folders ARM/seedN below a study's folder."""
     return [f for f in sorted(study.glob("*/seed*")) if f.is_dir() and seed_of(f) is not None]
 
 
 def seeds_in(folder: Path) -> set[int]:
-    """The seeds whose run folders an arm's folder holds."""
+    """Return the seeds of the run folders that an arm's folder holds."""
     return {seed for path in folder.glob("seed*") if (seed := seed_of(path)) is not None}
 
 
 def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -> Run:
-    """The run of a folder; its metrics are added to `rows` by kind, marked with the run's number."""
+    """Load the run of a folder; its metrics are added to `rows` by kind, marked with the run's number."""
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
     environment = read_json(folder / "env.json") if (folder / "env.json").exists() else {}
     place = run_place(folder)
@@ -164,11 +171,14 @@ def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -
     return Run(str(arm), seed, folder, (folder / NAME).exists(), config, environment, tuple(notes))
 
 
-_RUN = "\0run"  # not a name that a row can have
+_RUN = "\0run"  # key of the run's number in a row: no metric has such a name
 
 
 def kind_table(kind: str, rows: list[dict[str, Any]], runs: list[Run]) -> pd.DataFrame:
-    """All runs' rows of a kind as one table, in the order of runs and keys. Repeated rows are noted with their run."""
+    """Return all runs' rows of a kind as one table, in the order of runs and keys.
+
+    Of repeated rows the last is kept, and the run gets a note in `runs`.
+    """
     keys = ["step", *ROWS[kind]]
     if not rows:
         return pd.DataFrame(columns=["arm", "seed", *keys])
@@ -178,7 +188,7 @@ def kind_table(kind: str, rows: list[dict[str, Any]], runs: list[Run]) -> pd.Dat
     frame.insert(0, "arm", pd.Series([run.arm for run in runs]).iloc[number].set_axis(frame.index))
     frame.insert(1, "seed", np.array([run.seed for run in runs])[number])
     for column in filter(lambda name: name != "arm" and is_object_dtype(frame[name]), frame.columns):
-        # null: a number that was not finite or not asked for
+        # null is a number that was not finite or not asked for
         if all(value is None or isinstance(value, int | float) for value in frame[column]):
             frame[column] = frame[column].astype(float)
     keys = [_RUN, *keys]
@@ -193,7 +203,10 @@ def kind_table(kind: str, rows: list[dict[str, Any]], runs: list[Run]) -> pd.Dat
 
 
 def _sampled_ahead(run: Run, rows: pd.DataFrame, keys: list[str]) -> bool:
-    """Whether rows that repeat a key are of the batches that a run under `rollout.lag` samples in its first step."""
+    """Return whether rows that repeat a key are expected: a run under `rollout.lag` samples several batches first.
+
+    Such rows are of the first step, and no key is repeated more than `rollout.lag` times.
+    """
     lag = at(run.config, "rollout", "lag")
     if not isinstance(lag, int):
         return False
@@ -202,12 +215,13 @@ def _sampled_ahead(run: Run, rows: pd.DataFrame, keys: list[str]) -> bool:
 
 
 def read_lines(path: Path, notes: list[str], damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, of known kinds.
+    """Yield the rows of a `metrics.jsonl` that are of known kinds.
 
     Args:
-        notes: takes what is said of the file.
-        damaged: takes what is wrong with lines that are no rows, which are then left out; the last line without a word,
-            for it may still be being written. None: of such a last line there is a note, any other is a StudyDataError.
+        notes: list that takes notes on the file.
+        damaged: list that takes a message for each line that is no row; such a line is left out. The last line is left
+            out without a message, for it may still be being written. None: such a last line gives a note, any other
+            raises StudyDataError.
     """
     lines = path.read_bytes().split(b"\n")
     if not lines[-1]:
@@ -240,7 +254,7 @@ def read_lines(path: Path, notes: list[str], damaged: list[str] | None = None) -
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A mapping from a YAML file; StudyDataError naming the file otherwise."""
+    """Read a mapping from a YAML file; raise StudyDataError naming the file if the file holds none."""
     try:
         content = parse_yaml(path.read_bytes())
     except (OSError, YamlError) as error:
@@ -251,7 +265,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A mapping from a JSON file; StudyDataError naming the file otherwise."""
+    """Read a mapping from a JSON file; any other value is returned as `{"value": ...}`.
+
+    Raises StudyDataError: the file cannot be read or is no JSON; the message names the file.
+    """
     try:
         content = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -260,7 +277,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_parquet(path: Path) -> "pyarrow.Table":
-    """A Parquet file; StudyDataError naming it otherwise."""
+    """Read a Parquet file; raise StudyDataError naming the file if it is damaged."""
     try:
         return read_table(path)
     except DamagedTableError as error:
@@ -268,8 +285,10 @@ def read_parquet(path: Path) -> "pyarrow.Table":
 
 
 def stacked(tables: "list[pyarrow.Table]") -> pd.DataFrame:
-    """Many small tables as one frame, without columns of lists (those are for the token view, one step at a time);
-    converting them one by one costs far more."""
+    """Return many small tables as one DataFrame, without columns of lists.
+
+    The token view reads those columns, one step at a time. Converting tables one by one costs far more.
+    """
     import pyarrow
 
     whole = pyarrow.concat_tables(tables, promote_options="permissive")
@@ -278,7 +297,7 @@ def stacked(tables: "list[pyarrow.Table]") -> pd.DataFrame:
 
 
 def step_of(path: Path) -> int:
-    """The step in a file name."""
+    """Return the step in a file name; raise StudyDataError if there is none."""
     match = re.search(r"step_(\d+)", path.name)
     if not match:
         raise StudyDataError(f"{path}: expected a name like step_000012{path.suffix}")
@@ -286,6 +305,6 @@ def step_of(path: Path) -> int:
 
 
 def update_of(path: Path) -> int:
-    """The update in a file name; 0 where there is none."""
+    """Return the update in a file name; 0 if there is none."""
     match = re.search(r"update_(\d+)", path.name)
     return int(match.group(1)) if match else 0

@@ -1,4 +1,4 @@
-"""All runs of a study, many at a time: here or as jobs of a cluster, with progress and resumption."""
+"""Running of a whole study: many runs at a time, here or as jobs of a cluster, with progress and resumption."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,11 +31,11 @@ from moe_rl.yaml_files import parse_yaml
 
 POLL_SECONDS = 1.0
 AGAIN_SECONDS = 60.0
-"""After which a run that a launcher did not take is offered again, where no other ends before."""
+"""Seconds after which a run that a launcher did not take is offered again, unless another run ends before."""
 
 
 class StudyFailed(RuntimeError):
-    """Some runs did not finish; the message says which, why and how to go on."""
+    """Error for a study with runs that did not finish; the message says which, why and how to go on."""
 
 
 def run_study(
@@ -51,13 +51,13 @@ def run_study(
 ) -> None:
     """Run every (arm, seed) of `study` under `output`, `workers` at a time; finished runs are kept.
 
-    Each of `roundings` repeats all of it, cold starts included, with other CPU kernels: `native` in `output` itself,
-    the others in `output/rounding_NAME`, which is a study folder of its own.
+    Each of `roundings` repeats the whole study, cold starts included, with other CPU kernels: `native` in `output`
+    itself, any other in `output/rounding_NAME`, which is a study folder of its own.
 
     Args:
         launcher: `processes` of this machine, or jobs: `slurm`, `submitit-local` (see `moe_rl.study.jobs`).
-        launcher_options: of the jobs, `key=value`.
-        whole: the study file's, where `study` has some of its arms; None: `study` has all of them.
+        launcher_options: options of the jobs, as `key=value`.
+        whole: the study of the whole file, if `study` has only some of its arms; None: `study` has all of them.
 
     Raises:
         ConfigError: `output` is another study's or holds something else, a run folder belongs to another
@@ -69,7 +69,7 @@ def run_study(
         StudyFailed: runs that ended with an error, or whose folder is damaged, after all the others were finished.
     """
     check_labels(study)
-    # a cluster's nodes are other machines than this one: each job asks its own
+    # a cluster's nodes are other machines than this one: each job checks its own node
     check_roundings(roundings, "AVX512" if launcher == "slurm" else torch.backends.cpu.get_cpu_capability())
     places = {name: output if name == "native" else output / f"{ROUNDING}{name}" for name in roundings}
     if launcher == "processes" and launcher_options:
@@ -83,7 +83,7 @@ def run_study(
         check_other_seeds(study, place)
     runs = [run for name, place in places.items() for run in _runs(study, place, name, make.check)]
     with sole_writer(output, command):
-        declared = {place: _declared(study, place, whole or study) for place in places.values()}
+        declared = {place: _study_yaml(study, place, whole or study) for place in places.values()}
         for place, text in declared.items():
             (place / "logs").mkdir(parents=True, exist_ok=True)
             write_atomic(place / "study.yaml", text)
@@ -100,7 +100,7 @@ def run_study(
 
 
 def check_place(study: StudyConfig, place: Path) -> None:
-    """Raises ConfigError where a study's folder is another study's, or holds what no study writes."""
+    """Raise ConfigError if a study's folder is another study's, or holds what no study writes."""
     remedy = "Nothing was overwritten: choose another --output, or move the folder away"
     declared = place / "study.yaml"
     if declared.is_file():
@@ -116,11 +116,11 @@ def check_place(study: StudyConfig, place: Path) -> None:
 
 
 def check_other_seeds(study: StudyConfig, place: Path) -> None:
-    """Raises ConfigError where an arm has runs of other seeds there that had other settings: they would be pooled."""
+    """Raise ConfigError if an arm has runs of other seeds, with other settings, in `place`: they would be pooled."""
     for name, arm in study.arms.items():
         for seed in sorted(seeds_in(place / name) - set(arm.seeds or study.seeds)):
             folder = place / name / f"seed{seed}"
-            with suppress(StudyDataError):  # damaged or none: said where the run is read
+            with suppress(StudyDataError):  # damaged or missing: reported where the run is read
                 changed = changed_settings(read_yaml(folder / "config.yaml"), study.resolve(name, seed))
                 if changed and begun(folder):
                     raise ConfigError(
@@ -129,8 +129,11 @@ def check_other_seeds(study: StudyConfig, place: Path) -> None:
                     )
 
 
-def _declared(study: StudyConfig, place: Path, whole: StudyConfig) -> str:
-    """The `study.yaml` of a folder, which every run there reads. Raises ConfigError where none could."""
+def _study_yaml(study: StudyConfig, place: Path, whole: StudyConfig) -> str:
+    """Return the text of a folder's `study.yaml`, which every run in the folder reads.
+
+    Raises ConfigError: no run could read it, because of arms that earlier commands ran there.
+    """
     text = dump_study(with_earlier(study, place, whole))
     try:
         parse_study(parse_yaml(text.encode()), merged=True)
@@ -143,10 +146,13 @@ def _declared(study: StudyConfig, place: Path, whole: StudyConfig) -> str:
 
 
 def with_earlier(study: StudyConfig, place: Path, whole: StudyConfig) -> StudyConfig:
-    """The study as its folder holds it: with the arms and seeds that earlier commands ran there and this one leaves out
-    (`--arms`, `--seeds`), in the order of the study file, and what was declared of all of them.
+    """Return the study as its folder holds it: also with the arms and seeds that earlier commands ran there.
 
-    whole: the study file's, of which `study` may have some arms: a pair whose arms two commands ran is declared there.
+    Arms and seeds that this command leaves out (`--arms`, `--seeds`) are added in the order of the study file, with the
+    comparisons that were declared of them.
+
+    whole: the study of the whole file, of which `study` may have some arms: a pair whose arms two commands ran is
+        declared there.
     """
     try:
         earlier = load_study(place / "study.yaml", merged=True)
@@ -157,7 +163,7 @@ def with_earlier(study: StudyConfig, place: Path, whole: StudyConfig) -> StudyCo
     there = {name: seeds_in(place / name) for name in (*study.arms, *earlier.arms)}
     every_arm = replace(study, arms={**earlier.arms, **study.arms})
     settings = {name: repr(every_arm.resolve(name, study.seeds[0])) for name in every_arm.arms}
-    ours = {settings[name] for name in study.arms}  # under another name now
+    ours = {settings[name] for name in study.arms}  # an earlier arm with one of these was only renamed
     others = {n: a for n, a in earlier.arms.items() if n not in study.arms and there[n] and settings[n] not in ours}
     seeds = {name: there[name] | set(arm.seeds or study.seeds) for name, arm in study.arms.items()}
     seeds |= {name: there[name] for name in others}
@@ -168,14 +174,15 @@ def with_earlier(study: StudyConfig, place: Path, whole: StudyConfig) -> StudyCo
         for name in dict.fromkeys((*whole.arms, *both))
         if name in both
     }
-    gone = [pair for pair in earlier.comparisons or () if not set(pair) <= whole.arms.keys()]  # not the file's to say
+    # pairs with an arm that the study file no longer has
+    gone = [pair for pair in earlier.comparisons or () if not set(pair) <= whole.arms.keys()]
     kept = tuple(pair for pair in (*(whole.comparisons or ()), *gone) if set(pair) <= arms.keys())
     comparisons = None if whole.comparisons is None and not kept else kept
     return replace(study, arms=arms, seeds=tuple(sorted(every)), comparisons=comparisons)
 
 
 def check_labels(study: StudyConfig) -> None:
-    """Raises ConfigError for a label that figures could not draw: between two `$` matplotlib reads mathematics."""
+    """Raise ConfigError for a label that figures cannot draw: between two `$` matplotlib reads mathematics."""
     for name, arm in study.arms.items():
         why = not_mathematics(arm.label)
         if why:
@@ -186,8 +193,10 @@ def check_labels(study: StudyConfig) -> None:
 
 
 def _runs(study: StudyConfig, place: Path, rounding: str, check: Callable[[Run], None]) -> list[Run]:
-    """Every (arm, seed) of `study` in `place`, with what is there already, and what is to be made checked. Raises as
-    `run_study`."""
+    """Return every (arm, seed) of `study` in `place` as a Run, with what is there already.
+
+    Runs that are still to be made are checked. Raises the errors of `run_study`.
+    """
     runs = []
     for arm, seed in study.runs():
         config = study.resolve(arm, seed)
@@ -206,14 +215,14 @@ def _runs(study: StudyConfig, place: Path, rounding: str, check: Callable[[Run],
 
 
 def _next(waiting: list[Run], active: list[Run]) -> Run:
-    """The first that would not have to wait for a cold start which another run is making; else the first."""
+    """Return the first waiting run that needs no cold start which another run is making, else the first run."""
     making = [run for run in active if run.starting]
     free = (run for run in waiting if not any(run.begins_like(other) for other in making))
     return next(free, waiting[0])
 
 
 def _schedule(runs: list[Run], launcher: Launcher, cold_starts: Path, workers: int) -> Iterator[None]:
-    """Start and watch the runs; yields once per poll. Raises NotTakenError where no run goes on and none is taken."""
+    """Start and watch the runs; yield once per poll. Raises NotTakenError: no run goes on, and none is taken."""
     waiting = [run for run in runs if run.state == "waiting"]
     active: list[Run] = []
     again = 0.0
@@ -229,7 +238,7 @@ def _schedule(runs: list[Run], launcher: Launcher, cold_starts: Path, workers: i
                         raise
                     run.note, again = str(error), time.monotonic() + AGAIN_SECONDS
                     break
-                except ConfigError as error:  # of this run alone
+                except ConfigError as error:  # concerns this run alone
                     run.state, run.problem = "failed", str(error)
                     waiting.remove(run)
                     continue
@@ -251,7 +260,8 @@ def _schedule(runs: list[Run], launcher: Launcher, cold_starts: Path, workers: i
 
 
 def _arguments(run: Run, cold_starts: Path) -> list[object]:
+    """Return the arguments of `moe-rl` with which this run is made."""
     study = run.log.parent.parent / "study.yaml"
     chosen = ["run", study, "--arm", run.arm, "--seed", run.seed]
-    # Whoever started the study has decided about code that it names.
+    # --trust: whoever started the study has decided about the code that the study names
     return [*chosen, "--output", run.folder, "--cold-starts", cold_starts, "--trust"]

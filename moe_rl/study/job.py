@@ -1,4 +1,4 @@
-"""What a job of a cluster does: one run, in one process or, under torchrun, in several on its nodes."""
+"""The work of one job of a cluster: one run, in one process or, under torchrun, in several processes on its nodes."""
 
 import os
 import signal
@@ -11,9 +11,11 @@ from moe_rl.processes import command_line
 
 
 def job_command(arguments: Sequence[str], processes: int | None, here: Any) -> list[str]:
-    """`moe-rl ARGUMENTS` as one process, or this node's share of `processes` under torchrun. `here`: submitit's
-    JobEnvironment."""
-    if processes is None:  # submitit keeps the job from ending at SIGTERM: the run must not outlive it
+    """Return the command line of `moe-rl ARGUMENTS`: one process, or this node's share of `processes` under torchrun.
+
+    here: submitit's JobEnvironment.
+    """
+    if processes is None:  # submitit keeps the job from ending at SIGTERM: the run must not outlive the job
         return command_line(arguments)
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes // here.num_nodes}"]
     if here.num_nodes == 1:
@@ -27,14 +29,14 @@ def job_command(arguments: Sequence[str], processes: int | None, here: Any) -> l
 
 
 def run_job(arguments: Sequence[str], log: str, processes: int | None, settings: Mapping[str, str]) -> None:
-    """The job: `moe-rl ARGUMENTS`, with what it prints added to `log`, and the signal that ended it, if one did.
+    """Run `moe-rl ARGUMENTS` as a job; add its output to the file `log`, and the signal that ended it, if one did.
 
     Args:
-        processes: how many the run is over, on all nodes; None: one, without a launcher.
-        settings: environment variables.
+        processes: number of processes of the run, on all nodes; None: one process, without a launcher.
+        settings: environment variables to add.
 
     Raises:
-        subprocess.CalledProcessError: it ended with an error.
+        subprocess.CalledProcessError: the command ended with an error.
         ConfigError: other CPU kernels are asked for, which this node does not have.
     """
     import submitit
@@ -46,7 +48,7 @@ def run_job(arguments: Sequence[str], log: str, processes: int | None, settings:
     with open(log if here.node == 0 else f"{log}.node{here.node}", "ab") as file:
         command = job_command(arguments, processes, here)
         try:
-            if "ATEN_CPU_CAPABILITY" in settings:  # of this node, as a study asks its own machine
+            if "ATEN_CPU_CAPABILITY" in settings:  # checked on this node, as a study checks its machine
                 import torch
 
                 from moe_rl.study.launchers import check_roundings
@@ -57,6 +59,6 @@ def run_job(arguments: Sequence[str], log: str, processes: int | None, settings:
             file.write(f"moe-rl: error: {error}\n".encode())
             raise
         except subprocess.CalledProcessError as error:
-            if error.returncode < 0:  # which leaves no word of its own
+            if error.returncode < 0:  # a signal, which leaves no message
                 file.write(f"moe-rl: error: ended by {signal.Signals(-error.returncode).name}\n".encode())
             raise

@@ -1,6 +1,7 @@
-"""Runs as jobs of a cluster, through submitit: the same run folders, watched from where the study was started.
+"""Launcher that makes runs as jobs of a cluster, through submitit.
 
-submitit hands a job its arguments (strings and numbers) in a pickle of its own under `logs/jobs`; none is read here.
+The run folders are the same as without a cluster, and are watched from where the study was started. submitit hands a
+job its arguments (strings and numbers) in a pickle under `logs/jobs`; this module reads no pickle.
 """
 
 import json
@@ -24,29 +25,32 @@ from moe_rl.study.runs import Run, last_line
 from moe_rl.training.launch import DistributedError, check_shares
 
 CLUSTERS = {"slurm": "slurm", "submitit-local": "local"}
-"""`--launcher`, and submitit's name of it."""
+"""Value of `--launcher` -> submitit's name of the cluster."""
 DEFAULTS: dict[str, Any] = {"timeout_min": 720}
 SHARED = ("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "stderr_to_stdout")
-"""Options that every cluster of submitit has; the others are Slurm's."""
+"""Options that submitit has for every cluster; all other options are Slurm's."""
 OURS = ("name", "job_name", "tasks_per_node", "ntasks_per_node", "array_parallelism")
+"""Options that are decided here and cannot be given."""
 HELD = ("CONFIGURING", "REQUEUE_HOLD", "RESIZING", "SUSPENDED")
-"""States of jobs that go on, and that submitit takes for the last: it does not ask again."""
+"""States of jobs that go on, but that submitit takes for final, so that it does not ask again."""
 GOING_ON = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", *HELD)
 UNKNOWN = "UNKNOWN"
-"""sacct did not answer, or does not know the job (yet)."""
+"""State of a job if sacct did not answer, or does not know the job (yet)."""
 REQUEUED = ("PREEMPTED", "NODE_FAIL")
 """States after which Slurm may queue the same job again."""
-PATIENCE = 15.0  # seconds in which what a node wrote last is seen here, over a network, and sacct knows a new job
-OF_REQUEUED = 8  # times that, until such a job is given up
-ASK_AGAIN = 60.0  # seconds
+PATIENCE = 15.0  # seconds until a node's last writes are seen here, over a network, and sacct knows a new job
+OF_REQUEUED = 8  # times PATIENCE, until a job in a state of REQUEUED is given up
+ASK_AGAIN = 60.0  # seconds between two questions about jobs in a state of HELD
 
 
 def job_options(words: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words as submitit's parameters: those of sbatch with `slurm_` before them, and as the text that they
-    are, but for those that submitit counts with.
+    """Return `key=value` words as submitit's parameters.
+
+    Options of sbatch get the prefix `slurm_`. Values stay text, except `true`, `false`, and numbers of the options that
+    submitit counts with.
 
     Raises:
-        ConfigError: no `key=value`, or an option that is decided here.
+        ConfigError: a word is no `key=value`, or an option that is decided here.
     """
     options = dict(DEFAULTS)
     for word in words:
@@ -65,6 +69,7 @@ def job_options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str, number: bool) -> Any:
+    """Return an option's text as a bool if it is one, as a number if `number` and it is one, else as it is given."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if number and text.isdecimal():
@@ -73,15 +78,16 @@ def _value(text: str, number: bool) -> Any:
 
 
 class Jobs:
-    """A launcher whose runs are jobs.
+    """Launcher that makes each run as a job of a cluster.
 
-    A study that is stopped leaves Slurm's jobs alone; started again it finds those that go on (`ARM_seedN.job` beside
-    the log holds the job's number) and watches them. Jobs of submitit's local executor end with it.
+    A study that is stopped leaves Slurm's jobs alone. The study, when started again, finds the jobs that go on
+    (`ARM_seedN.job` beside the log holds a job's number) and watches them. Jobs of submitit's local executor end with
+    the study.
 
     Args:
-        cluster: `slurm`; or `submitit-local`, the same jobs as processes of this machine, to try them.
+        cluster: `slurm`; or `submitit-local`, which makes the same jobs as processes of this machine, for trials.
         study, output: name and folder of the study.
-        options: what `job_options` made.
+        options: parameters for submitit, from `job_options`.
 
     Raises:
         ConfigError: submitit or Slurm is missing here, or an option that submitit does not know.
@@ -109,7 +115,7 @@ class Jobs:
         return int(self.options.get("nodes", 1))
 
     def check(self, run: Run) -> None:
-        """What each job would say after it has waited for its nodes."""
+        """Raise what the run's job would raise after it has waited for its nodes: ConfigError or TaskError."""
         check_task(run.config)
         distributed = run.config.distributed
         processes = 1 if distributed.strategy == "none" else distributed.processes
@@ -133,6 +139,7 @@ class Jobs:
         run.problem, run.note = "", f"job {job.job_id} waits"
 
     def _submit(self, run: Run, arguments: Sequence[object]) -> Any:
+        """Submit the run as a new job, record its number, and return the job; raise NotTakenError if that fails."""
         distributed = run.config.distributed
         processes = None if distributed.strategy == "none" else distributed.processes
         settings = {} if run.rounding == "native" else {"ATEN_CPU_CAPABILITY": run.rounding}
@@ -140,11 +147,11 @@ class Jobs:
         words = [str(argument) for argument in arguments]
         try:
             job = self.executor.submit(run_job, words, str(run.log), processes, settings)
-        except Exception as error:  # submitit's, of what sbatch said
+        except Exception as error:  # submitit's, with what sbatch said
             raise NotTakenError(f"{run.name}: the job was not taken: {' '.join(str(error).split())}") from error
         try:
             write_json(_record(run), {"cluster": self.cluster, "job": job.job_id})
-        except OSError as error:  # a study that is started again would submit it a second time
+        except OSError as error:  # without a record, a study that is started again would submit the run again
             job.cancel(check=False)
             raise NotTakenError(
                 f"{run.name}: job {job.job_id} was cancelled, as {_record(run)} cannot be written ({error.strerror})"
@@ -152,8 +159,10 @@ class Jobs:
         return job
 
     def _going_on(self, run: Run) -> Any | None:
-        """The job that an earlier start of the study left with this run, if it has not ended. Raises ConfigError where
-        that cannot be told: a second one would write the same files."""
+        """Return the job that an earlier start of the study left with this run, if that job has not ended; else None.
+
+        Raises ConfigError: nobody can tell whether the job has ended; a second job would write the same files.
+        """
         try:
             record = json.loads(_record(run).read_text())
             cluster, number = record["cluster"], str(record["job"])
@@ -179,7 +188,7 @@ class Jobs:
             return self._forget(run, True)
         job, now = self.jobs[run.folder], time.monotonic()
         over = job.done() and _returned(job)
-        for force in (False, True):  # submitit may have asked ten minutes ago
+        for force in (False, True):  # what submitit knows may be ten minutes old
             state = _state(job, force)
             goes_on = state in (*GOING_ON, UNKNOWN)
             if goes_on and not over:
@@ -197,10 +206,11 @@ class Jobs:
         return self._forget(run, False)
 
     def _forget(self, run: Run, finished: bool) -> bool:
+        """Drop the run's job, which has ended, and its record; return `finished`."""
         run.note = ""
         del self.jobs[run.folder]
         self.over.pop(run.folder, None)
-        with suppress(OSError):  # one that stays is of a job that has ended, as the next start is told
+        with suppress(OSError):  # a record that stays is of a job that has ended, which the next start will see
             _record(run).unlink(missing_ok=True)
         return finished
 
@@ -214,7 +224,7 @@ class Jobs:
 
 
 def check_submitit(cluster: str) -> None:
-    """Raises ConfigError where jobs cannot be started, and says what is missing."""
+    """Raise ConfigError if jobs cannot be started here; the message says what is missing."""
     if find_spec("submitit") is None:
         raise ConfigError(
             "--launcher needs submitit, which is not installed: pip install '.[slurm]' in the checkout of moe_rl"
@@ -228,16 +238,20 @@ def check_submitit(cluster: str) -> None:
 
 
 def _record(run: Run) -> Path:
+    """Return the path of the file that holds the number of the run's job."""
     return run.log.with_suffix(".job")
 
 
 def _state(job: Any, force: bool = False) -> str:
-    """The state in one word; Slurm says by whom a job was cancelled. force: asked for now."""
+    """Return the state of a job in one word, without the user whom Slurm names for a cancelled job.
+
+    force: ask Slurm now, instead of taking the state that submitit has.
+    """
     if force:
         job.watcher.clear()
     return str(job.task(0).state).split()[0].rstrip("+")
 
 
 def _returned(job: Any) -> bool:
-    """Whether what the job does has ended on every node, by the files that submitit writes then."""
+    """Return whether the job's work has ended on every node, by the files that submitit writes at the end."""
     return all(job.task(i).paths.result_pickle.exists() for i in range(job.num_tasks))

@@ -1,4 +1,4 @@
-"""Who makes the runs of a study: what a launcher does, and the one that uses processes of this machine."""
+"""Launchers, which make the runs of a study: their protocol, and the launcher that uses processes of this machine."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,33 +14,40 @@ from moe_rl.study.worker import Worker
 
 
 class NotTakenError(RuntimeError):
-    """A run that could not be started now, and may be later; the message says why."""
+    """Error for a run that cannot be started now, and may be later; the message says why."""
 
 
 class Launcher(Protocol):
-    """Makes runs somewhere, many at a time. How far each is, its run folder says."""
+    """Protocol of launchers, which make many runs at a time somewhere; each run folder says how far its run is."""
 
     def check(self, run: Run) -> None:
-        """Raises ConfigError, or what `moe_rl.study.run.check_here` does, for a run that cannot be made so."""
+        """Raise ConfigError, or what `moe_rl.study.run.check_here` raises, for a run that this launcher cannot make."""
 
     def start(self, run: Run, arguments: Sequence[object]) -> None:
-        """Begin `moe-rl ARGUMENTS`, which is `run`; what it prints goes to `run.log`. Raises NotTakenError, or
-        ConfigError where this run cannot be started by trying again."""
+        """Begin `moe-rl ARGUMENTS`, the command of `run`; its output goes to `run.log`.
+
+        Raises NotTakenError, or ConfigError if trying again cannot start this run.
+        """
 
     def ended(self, run: Run) -> bool | None:
-        """Whether it finished; None while it goes on. Sets `run.note` and `run.problem`."""
+        """Return whether the run finished; False if it ended unfinished, None while it goes on.
+
+        Sets `run.note` and `run.problem`.
+        """
 
     def leave(self) -> None:
-        """The study goes no further."""
+        """End the launcher's work, because the study goes no further."""
 
 
 class Processes:
-    """Processes of this machine, one thread each, started by one worker for each kind of kernels; they end with the
-    study."""
+    """Launcher that makes runs as processes of this machine, one thread each, which end with the study.
+
+    One worker for each kind of CPU kernels starts the processes.
+    """
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
-        self.makes: dict[str, Worker] = {}
+        self.worker_of: dict[str, Worker] = {}
 
     def check(self, run: Run) -> None:
         check_here(run.config)
@@ -55,32 +62,36 @@ class Processes:
 
     def start(self, run: Run, arguments: Sequence[object]) -> None:
         for rounding, other in list(self.workers.items()):
-            if rounding != run.rounding and other not in self.makes.values():
+            if rounding != run.rounding and other not in self.worker_of.values():
                 self.workers.pop(rounding).stop()
         worker = self.workers.get(run.rounding)
         if worker is None or not worker.alive():
             worker = self.workers[run.rounding] = Worker(run.rounding, run.log.with_name("worker.log"))
-        self.makes[str(run.folder)] = worker
+        self.worker_of[str(run.folder)] = worker
         worker.begin(arguments, run.log)
 
     def ended(self, run: Run) -> bool | None:
-        worker = self.makes[str(run.folder)]
+        worker = self.worker_of[str(run.folder)]
         status = worker.ended(run.log)
         if status is None:
             return None
-        del self.makes[str(run.folder)]
+        del self.worker_of[str(run.folder)]
         if status and not worker.alive():
             run.problem = f"the process that started it ended with status {status}: {last_line(worker.log)}"
         return status == 0
 
     def leave(self) -> None:
-        for worker in {*self.workers.values(), *self.makes.values()}:
+        for worker in {*self.workers.values(), *self.worker_of.values()}:
             worker.stop()
 
 
 def check_roundings(names: Sequence[str], native: str) -> None:
-    """Raises ConfigError unless every one of `names` is another instruction set than `native`, and one that this
-    processor has: torch would use what it is told to and die of an illegal instruction."""
+    """Raise ConfigError for a name that is neither `native` nor a smaller instruction set, which this processor has.
+
+    Torch would use any other instruction set that it is told to, and die of an illegal instruction.
+
+    native: the instruction set that torch uses by itself.
+    """
     smaller = {"AVX512": ("avx2", "default"), "AVX2": ("default",)}.get(native, ())
     for name in names:
         if name not in ("native", *smaller):
@@ -91,8 +102,11 @@ def check_roundings(names: Sequence[str], native: str) -> None:
 
 
 def workers_of(study: StudyConfig, launcher: str, repeats: int) -> int:
-    """Runs at a time: one per core, one thread each; one in all where there is a GPU, or where a run has the vLLM of
-    another machine, which it lends to one at a time; all of them as jobs."""
+    """Return how many runs are made at a time: one per core, with one thread each, or as jobs all of them.
+
+    It is one without jobs if there is a GPU, and always if a run has the vLLM of another machine, which is lent to one
+    run at a time.
+    """
     engines = [study.resolve(arm, study.seeds[0]).rollout.engine for arm in study.arms]
     if any(engine.kind == "vllm" and vllm_url(engine) for engine in engines):
         return 1

@@ -1,6 +1,7 @@
-"""A study folder as it grows: what `moe-rl watch` tells its page. Stateless, so that nothing has to be kept in step.
+"""State of a study folder while it grows, for the page of `moe-rl watch`.
 
-`LiveStudy.overview` looks at folders and file sizes; `live_rows` reads what runs have written.
+The module is stateless, so that nothing has to be kept in step. `LiveStudy.overview` looks at folders and file sizes;
+`live_rows` reads what runs have written.
 """
 
 import time
@@ -32,13 +33,13 @@ from moe_rl.study.folders import folder_order, read_yaml, run_folders, section
 from moe_rl.study.progress import error_in
 
 MOST = 16_384
-"""Runs whose configurations are kept as they were read; with more, all would be read at every poll."""
+"""Most runs whose parsed configurations are cached; with more, all would be read at every poll."""
 
 
 class LiveStudy:
     """A study folder, or one run folder, as it is on disk at this moment.
 
-    Raises StudyDataError if the folder is missing, or holds neither a study nor a run.
+    Raises StudyDataError: the folder is missing, or holds neither a study nor a run.
     """
 
     def __init__(self, folder: str | Path):
@@ -52,7 +53,7 @@ class LiveStudy:
             raise StudyDataError(nothing_here(self.folder))
 
     def overview(self) -> dict[str, Any]:
-        """Runs with state and size, arms with their looks: what changes while a study runs, without its numbers."""
+        """Return what changes while a study runs, apart from its numbers: states of runs and looks of arms."""
         config = self._config()
         base, declared = section(config, "base"), declared_arms(config)
         runs = [
@@ -67,7 +68,7 @@ class LiveStudy:
         }
 
     def runs(self) -> list[Run]:
-        """Declared and found runs, arms in the study's order, then by seed; what is in their folders is not read."""
+        """Return declared and found runs, by arm in the study's order, then by seed, without reading their folders."""
         if self.single:
             return [Run(*folder_order(run_place(self.folder)), self.folder)]
         config = self._config()
@@ -78,37 +79,42 @@ class LiveStudy:
         return sorted(found.values(), key=lambda run: (order.get(run.arm, len(order)), run.arm, run.seed))
 
     def run(self, name: str) -> Run:
-        """The run called ARM/seedN. Raises LiveError for any other name: paths are never made from requests."""
+        """Return the run called ARM/seedN. Raises LiveError: another name; paths are never made from requests."""
         runs = {run.name: run for run in self.runs()}
         if name not in runs:
             raise LiveError(f"no run {name!r}; there are {', '.join(runs) or 'none yet'}")
         return runs[name]
 
     def responses(self, name: str) -> str:
-        """Whose responses the run called ARM/seedN learns from (`Run.responses`), as far as it has said so."""
+        """Return whose responses the run called ARM/seedN learns from (`Run.responses`).
+
+        The run's config.yaml says it, as soon as the run has written that file.
+        """
         run = self.run(name)
         return replace(run, config=_read_yaml(run.folder / "config.yaml")).responses
 
     def roundings(self) -> list["LiveStudy"]:
-        """The same study under other roundings: those of its folders `rounding_<name>` that hold runs."""
+        """Return the same study under other roundings: its folders `rounding_<name>` that hold runs."""
         folders = [] if self.single else sorted(self.folder.glob(f"{ROUNDING}*"))
         return [LiveStudy(folder) for folder in folders if run_folders(folder)]
 
     @property
     def thresholds(self) -> Any:
-        """Alarm thresholds that the study sets itself."""
+        """The study's own `alarms`: thresholds, and alarms that the study adds; None without."""
         return self._config().get("alarms")
 
     def check(self) -> None:
-        """Raises StudyDataError for a study.yaml that cannot be read or followed; the page passes over one while it is
-        written."""
+        """Raise StudyDataError for a study.yaml that cannot be read or followed.
+
+        The page passes over such a file while it is being written.
+        """
         path = self._study / "study.yaml"
         if path.exists():
             check_declared(path, read_yaml(path))
 
     @property
     def _study(self) -> Path:
-        """The folder of the study, of which `folder` may be one run."""
+        """The folder of the study; `folder` may be one run in it."""
         return run_place(self.folder).parent.parent if self.single else self.folder
 
     def _found(self) -> list[Run]:
@@ -122,8 +128,12 @@ class LiveStudy:
         return config
 
     def _state(self, run: Run) -> dict[str, Any]:
-        """`done`, `failed` (its log ends with an error), `stopped` (unfinished, and nothing writes to it), `running`
-        (unfinished), `starting` or `waiting`. `written`: when its last row was, in seconds since 1970."""
+        """Return the state of one run, with its problem, steps, bytes and times.
+
+        state: `done`, `failed` (its log ends with an error, or a finished run has lost files), `stopped` (unfinished,
+            and nothing writes to its folder), `running` (unfinished), `starting` or `waiting`.
+        written: when the last row was written, in seconds since 1970.
+        """
         metrics = run.folder / "metrics.jsonl"
         try:
             stat = metrics.stat()
@@ -147,14 +157,14 @@ class LiveStudy:
             "seed": run.seed,
             "state": state,
             "problem": problem,
-            "steps": steps if type(steps) is int else None,  # of another trainer it may be anything
+            "steps": steps if type(steps) is int else None,  # another trainer's may be anything
             "bytes": size,
             "written": changed,
             "age": None if changed is None else round(max(0.0, time.time() - changed), 1),
         }
 
     def _arms(self, runs: list[Run], config: dict[str, Any]) -> dict[str, Any]:
-        """Looks and labels from the figures' own functions, on a study without rows."""
+        """Return looks and labels of the arms, from the figures' own functions applied to a study without rows."""
         if not runs:
             return {"conditions": [], "arms": [], "settings": []}
         data = StudyData("", self.folder, config, tuple(runs))
@@ -182,9 +192,9 @@ class LiveStudy:
 
 
 class LiveStudies:
-    """The studies under a folder: it may be a run, a study, or a folder with studies in it (`runs/`).
+    """The studies under a folder, which may be a run, a study, or a folder with studies in it (`runs/`).
 
-    Raises StudyDataError where there is none of them.
+    Raises StudyDataError: the folder is none of these.
     """
 
     def __init__(self, folder: str | Path):
@@ -197,14 +207,18 @@ class LiveStudies:
                 raise
 
     def names(self) -> list[str]:
-        """Folders with a study, those that were written to last first; empty where the folder itself is the study."""
+        """Return the names of folders with a study, last written first; none if the folder itself is a study."""
         if self.alone is not None or not self.folder.is_dir():
             return []
         found = [self.folder / name for name in study_names(self.folder)]
         return [path.name for path in sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))]
 
     def study(self, name: str = "") -> LiveStudy:
-        """The study called `name`, without one the first. Raises LiveError for any other: no paths from requests."""
+        """Return the study called `name`, without a name the first.
+
+        If the folder itself is a study, the answer is that study. Raises LiveError: another name; paths are never made
+        from requests.
+        """
         if self.alone is not None:
             return self.alone
         names = self.names()
@@ -214,7 +228,7 @@ class LiveStudies:
 
 
 def _words(value: Any) -> str | None:
-    """A setting as it is shown; None where an arm does not say."""
+    """Return a setting as it is shown; None if an arm does not have it."""
     if value is None or (isinstance(value, float) and value != value):
         return None
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -222,13 +236,16 @@ def _words(value: Any) -> str | None:
 
 @lru_cache(MOST)
 def _lost(folder: Path, _stamp: tuple[int, ...]) -> str:
-    """What a finished run has lost; looked at again when its files or their folders changed."""
+    """Return what a finished run has lost, in words (empty: nothing); looked at again when files or folders changed."""
     lost = what_is_lost(folder)
     return f"{lost}. {remedy(folder)}" if lost else ""
 
 
 def _error_in(log: Path, *written: Path) -> str:
-    """The error that a log ends with, unless the run wrote one of these files (began again, went on) after it."""
+    """Return the error that a log ends with, or an empty text.
+
+    Empty also if the run wrote one of the files `written` (began again, went on) after the log.
+    """
     try:
         stat = log.stat()
         with open(log, "rb") as file:
@@ -242,12 +259,13 @@ def _error_in(log: Path, *written: Path) -> str:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """A mapping, or an empty one where there is none (yet); parsed again only when the file changed."""
+    """Return a mapping from a YAML file, empty if there is none (yet); parsed again only when the file changed."""
     return _parsed(path, stamp(path))
 
 
 @lru_cache(MOST)
 def _parsed(path: Path, _stamp: tuple[int, ...]) -> dict[str, Any]:
+    """Parse a YAML file, once for each stamp; the mapping is empty if the file cannot be read."""
     try:
         return read_yaml(path)
     except StudyDataError:

@@ -1,7 +1,6 @@
-"""What the live page draws of a run that is being written: its curves, its routing sites and their experts, and other
-metrics by name.
+"""Rows of a run that is being written, as the live page draws them: curves, routing sites and experts, chosen metrics.
 
-`new_rows` and `new_sites` answer with the next cursor (`moe_rl.study.cursor`).
+`new_rows` and `new_sites` answer with the next cursor, too (`moe_rl.study.cursor`).
 """
 
 import math
@@ -24,18 +23,19 @@ COLUMNS = {
     "step": ("step", "seconds"),
     "floor": ("step", "floor", "slots_changed", "slots"),
 }
-"""What curves are made of: per kind of row, the values that are sent, in this order."""
+"""Kind of row -> the values that are sent for curves, in this order."""
 
 _FLOOR_OF = {variant: floor for floor, variants in FLOORS.items() for variant in variants}
 
 
 def new_rows(path: Path, since: str = "", metrics: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """The curves' values of rows after the cursor `since`, as {kind: [[value, ...], ...]} in the order of COLUMNS: null
-    for what is not finite, false for what the row does not have.
+    """Return the curves' values of rows after the cursor `since`: `rows` is {kind: [[value, ...], ...]}.
 
-    metrics: chosen ones (`choosable`); `chosen` in the answer has of each, where a row has it,
-        [[step, value or null, denominator or null, update or null], ...]. Of rows of the kind "engine" those of the
-        pair "engines".
+    Values are in the order of COLUMNS: null for a value that is not finite, false for one that the row does not have.
+
+    metrics: chosen metrics (`choosable`); `chosen` in the answer has for each of them, from every row with the metric,
+        [step, value or null, denominator or null, update or null]. Of rows of the kind "engine" only those of the pair
+        "engines" are taken.
     """
     rows, answer = read_since(path, since)
     series: dict[str, list[list[Any]]] = {kind: [] for kind in COLUMNS}
@@ -55,8 +55,11 @@ def new_rows(path: Path, since: str = "", metrics: Mapping[str, Mapping[str, Any
 
 
 def new_sites(path: Path, since: str = "") -> dict[str, Any]:
-    """Slot change by routing site of probe rows after the cursor `since`: rows [step, update, [fraction, ...]]; with
-    equal weights, `floor`: [own or bf16, [fraction, ...]] of each variant that is among them."""
+    """Return the slot change by routing site, from probe rows after the cursor `since`.
+
+    `rows` are [step, update, [fraction, ...]]. `floor` is the same with equal weights: [own or bf16, [fraction, ...]]
+    of each variant of a floor in the file's new rows.
+    """
     rows, answer = read_since(path, since)
     found: list[list[Any]] = []
     floor: list[list[Any]] = []
@@ -75,9 +78,12 @@ def new_sites(path: Path, since: str = "") -> dict[str, Any]:
 
 
 def expert_counts(folder: Path) -> dict[str, Any]:
-    """Tokens by site and expert over all stored steps: `old` and `new` [L][E], counted over the response
-    tokens' own positions; `moved` [L][E]: slots that left the expert (its old tokens that the new policy sends
-    elsewhere). `steps` are those that were counted; sites are empty where no step's routes were kept."""
+    """Return counts of tokens by site and expert over all stored steps.
+
+    `old` and `new` [L][E], counted over the response tokens' own positions; `moved` [L][E]: slots that left the expert
+    (its old tokens that the new policy sends elsewhere). `steps` are the steps that were counted; sites are empty if no
+    step's routes were kept.
+    """
     found = {step: _step_counts(folder, step, stamp(tokens_file(folder, step))) for step in stored_steps(folder)}
     counted = {step: counts for step, counts in found.items() if counts}
     sites = next((sites for sites, _ in counted.values()), ())
@@ -87,7 +93,7 @@ def expert_counts(folder: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=512)
 def _step_counts(folder: Path, step: int, _stamp: tuple[int, ...]) -> tuple[list[str], np.ndarray] | None:
-    """The sites of one stored step, and [3, L, E] (old, new, left); None where its routes were not kept."""
+    """Return the sites of one stored step and counts [3, L, E] (old, new, left); None if its routes were not kept."""
     stored = TokenStep(folder, step)
     if not stored.routed:
         return None
@@ -102,7 +108,7 @@ def _step_counts(folder: Path, step: int, _stamp: tuple[int, ...]) -> tuple[list
 
 
 def _number(value: Any) -> Any:
-    """Numbers as they fit on a screen (six digits); what is not finite or not a number as null."""
+    """Return a number as it fits on a screen (six digits); None for what is not finite or not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")

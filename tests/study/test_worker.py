@@ -82,7 +82,7 @@ def test_of_a_worker_that_is_killed_no_run_goes_on_and_each_says_why(light, tmp_
     assert len(children) == 2 and [processes.ended(run) for run in runs] == [None, None]
     worker.process.kill()
     worker.process.wait()
-    assert [processes.ended(run) for run in runs] == [False, False] and not processes.makes
+    assert [processes.ended(run) for run in runs] == [False, False] and not processes.worker_of
     assert all(run.reason().startswith("the process that started it ended with status -9") for run in runs)
     again = Run("a", 2, tmp_path / "2", tmp_path / "a_seed2.log", RunConfig(), "native")
     processes.start(again, ["--version"])
