@@ -79,7 +79,7 @@ class Finding:
 
 
 @dataclass
-class ComparedRows:
+class TokenRows:
     """The captured rows that can be compared, and what was found about them so far.
 
     ids: the rows, one below the other. sequence, position: the sequence and the token that each row belongs to. tokens:
@@ -95,11 +95,11 @@ class ComparedRows:
     @staticmethod
     def of(
         ids: Int[np.ndarray, "B T layers K"], there: Bool[np.ndarray, "B T"], words: Sequence[np.ndarray]
-    ) -> "ComparedRows":
+    ) -> "TokenRows":
         """Return the rows where `there` is True. words: the token ids of each sequence."""
         tokens = np.concatenate([some[held[: len(some)]] for some, held in zip(words, there, strict=True)])
         sequence, position = np.nonzero(there)
-        return ComparedRows(ids[there], sequence, position, tokens)
+        return TokenRows(ids[there], sequence, position, tokens)
 
     def drop(self, which: Bool[np.ndarray, " n"]) -> None:
         """Remove the rows where `which` is True."""

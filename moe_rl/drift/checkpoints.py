@@ -231,7 +231,7 @@ def _architecture(model: Any) -> dict[str, Any]:
 
 
 def check_device(name: str | None) -> torch.device:
-    """Return the device of this name; None: the GPU if there is one, else the CPU. Raises DriftError if it is missing."""
+    """Return the device of this name; None: the GPU if there is one, else the CPU. Raises DriftError: not there."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

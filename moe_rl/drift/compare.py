@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from moe_rl.drift.capture_files import likely_padding, read_capture
-from moe_rl.drift.captured import LAYERS, PREFIXES, UNROUTED, Captured, ComparedRows, Finding, OwnRoutes, routed
+from moe_rl.drift.captured import LAYERS, PREFIXES, UNROUTED, Captured, Finding, OwnRoutes, TokenRows, routed
 from moe_rl.drift.change_tables import SITE_COLUMNS, by_cluster, changed_in, intervals_of, site_table
 from moe_rl.drift.compare_rows import PARTS, cut_sets, hash_routed, parts_apart, placed
 from moe_rl.drift.errors import DriftError
@@ -83,7 +83,7 @@ def compared(options: CompareOptions) -> dict[str, Any]:
     held = np.logical_and(*held_by)
     found: dict[str, Any] = {**dict.fromkeys(MEASURED), "by_site": []}
     if held.any():
-        work = ComparedRows.of(ids[1], held_by[1], old.tokens)
+        work = TokenRows.of(ids[1], held_by[1], old.tokens)
         own = OwnRoutes(ids[0], ids[0], sites, experts, tuple(range(len(sites))), len(sites))
         chance, undone = _explained(work, own)
         findings += _of("NEW against OLD", work.findings)
@@ -120,7 +120,7 @@ def _of(side: str, findings: Sequence[Finding]) -> list[Finding]:
     return [dataclasses.replace(finding, text=f"{side}: {finding.text}") for finding in findings]
 
 
-def _explained(work: ComparedRows, own: OwnRoutes) -> tuple[float, float | None]:
+def _explained(work: TokenRows, own: OwnRoutes) -> tuple[float, float | None]:
     """Search for a fault that explains the differences, and add what is found to `work.findings`.
 
     Returns two fractions of slots: those that agree with routes of other tokens, and those that change once the found

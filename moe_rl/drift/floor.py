@@ -58,7 +58,7 @@ class Floor:
         self._noise_floor = NoiseFloor()
 
     def add(self, model: nn.Module, text: TokenBatch, before: Scored) -> None:
-        """Score a batch again in every variant, unless enough was seen. before: the result of `score_live(model, text)`."""
+        """Score a batch again in every variant, unless enough were seen. before: `score_live(model, text)`."""
         if self.seen >= self.sequences:
             return
         self.seen += len(text.input_ids)

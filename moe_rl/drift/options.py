@@ -70,9 +70,9 @@ class DriftOptions:
 @dataclass(frozen=True)
 class CheckOptions:
     """Check whether captured routes are what a model chooses when it scores the same tokens; names the fault if they
-    are not: all zeros, wrong shape, a shift, permuted layers, physical ids, duplicates, ids out of range, prefix-cache hits. If
-    the file has the engine's log-probabilities, also says how far the model's are from them, and how much of that is
-    routing. Exit status 0 if the routes are the model's within its arithmetic, else 1."""
+    are not: all zeros, wrong shape, a shift, permuted layers, physical ids, duplicates, ids out of range, prefix-cache
+    hits. If the file has the engine's log-probabilities, also says how far the model's are from them, and how much of
+    that is routing. Exit status 0 if the routes are the model's within its arithmetic, else 1."""
 
     file: Annotated[Path, Positional, arg(metavar="FILE")]
     """.safetensors (RoutedExperts.save, or tokens and routed_experts), .npz, .jsonl (a sequence per line), .pt (a dump

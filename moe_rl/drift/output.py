@@ -37,7 +37,7 @@ def output_folder(given: Path | None, default: Path, names: Sequence[str], kept:
     """Return the folder to write: `given`, or else `default`. It will be replaced as a whole.
 
     names: of the files that the command writes, the one that marks a result first. kept: a file in it that the command
-    takes over. Raises DriftError: the folder holds anything but an earlier result, or is the current one or above it."""
+    takes over. Raises DriftError: the folder holds more than an earlier result, or is the current one or above it."""
     output = default if given is None else given.expanduser()
     if Path.cwd().is_relative_to(output.resolve()):
         raise DriftError(f"--output: {output} is the folder you are in, or above it; name one inside it")

@@ -33,7 +33,7 @@ def change_heatmap(
     Args:
         old, new: routes of the same tokens (`recording.routes`).
         ax: where to draw, in your style; None: a new figure of pyplot in the house style, which a notebook shows.
-        mask: True on the tokens that count; by default all. Cells in which no token has a route on both sides stay empty.
+        mask: True on the tokens that count; by default all. Cells where no token has a route on both sides stay empty.
 
     Returns:
         The axes.
@@ -165,5 +165,5 @@ def _axes(ax: Axes | None) -> Iterator[Axes]:
         return
     import matplotlib.pyplot as plt
 
-    with house_style({"figure.dpi": 110}):  # a notebook shows the figure at this size
+    with house_style({"figure.dpi": 110}):  # a notebook shows one pixel per dot
         yield plt.subplots()[1]

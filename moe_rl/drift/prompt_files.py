@@ -55,7 +55,7 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _lines(path: Path, plain: bool) -> Iterator[tuple[int, Any]]:
-    """Yield (line from 1, example) of a file of JSON lines or, if `plain`, of one text per line; empty lines are skipped."""
+    """Yield (line from 1, example) of a file of JSON lines or, if `plain`, of texts; empty lines are skipped."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -105,7 +105,7 @@ def _problem(row: Any) -> str | None:
             isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages
         ):
             return "messages must be a list of objects with role and content, not empty"
-        if not all(isinstance(m["content"], str | None) for m in messages):  # Qwen3's template leaves out content that is no text
+        if not all(isinstance(m["content"], str | None) for m in messages):  # Qwen3's template drops others
             return "the content of a message must be a text, not a list of parts"
     for key in ("text", "prompt", "completion", "messages"):
         wanted = list if key == "messages" else str
