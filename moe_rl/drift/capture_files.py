@@ -1,4 +1,4 @@
-"""Readers of files of captured routes. They check the files, not the expert ids, which the comparison checks.
+"""Readers of files of captured routes. The expert ids are read unchecked; the comparison checks them.
 
 - `.safetensors`: written by `RoutedExperts.save` with tokens, or tensors `tokens` `[B,T]`, `routed_experts`
   `[B,T,layers,K]` and, unless padding is -1 in `tokens`, `attention_mask`
@@ -113,8 +113,8 @@ def read_capture(
 def likely_padding(*files: Captured) -> tuple[int, int, str] | None:
     """Return the token that probably pads the files, how many sequences show it, and the remedy in words, or None.
 
-    It is the token of which most sequences begin or end with three; None if no sequence does so. All files hold the
-    same tokens.
+    The token is the one of which most sequences begin or end with three; None if no sequence begins or ends so. All
+    files hold the same tokens.
     """
     paths = [file.path for file in files]
     runs = Counter(
@@ -199,7 +199,7 @@ def _padded(
     if name is not None:
         masks = [read(key) for key in MASKS if key in names]
         measured = next(iter(masks), None)
-        if len(masks) > 1 and masks[0].shape == masks[1].shape:  # of what was sampled, and of what is in the loss
+        if len(masks) > 1 and masks[0].shape == masks[1].shape:  # masks of what was sampled and of what is in the loss
             measured = masks[0] * masks[1]
         logps = padded_logps(name, read(name), measured, mask, str(path))
     rows = [b for b in range(len(tokens)) if mask[b].any()]

@@ -112,7 +112,7 @@ def _checked(
 ) -> Float[np.ndarray, " n"]:
     """Return the values where `held`, NaN elsewhere, and -inf for a probability of 0.
 
-    Raises DriftError: a value is above 0, or the first token has one.
+    Raises DriftError: a value is NaN or above 0 by more than ROUNDING, or the first token has one.
     """
     wrong = held & ~(values <= ROUNDING)
     if wrong.any():

@@ -296,7 +296,8 @@ def _check_weights(which: str, path: str, name: str | None = None) -> None:
     folder = Path(path)
     try:
         why = unreadable_weights(folder)
-        if not folder.is_dir():  # a downloaded model is asked for locally first: it may be gated by now
+        # Locally first, as a downloaded model may be gated by now; if the hub does not answer, loading will say so.
+        if not folder.is_dir():
             any(has_file(path, name, local_files_only=local) for local in (True, False) for name in names)
     except OSError as error:  # of a gated model, or one that was deleted
         why = " ".join(str(error).split())

@@ -1,6 +1,7 @@
 """`moe-rl compare-routes OLD NEW`: the comparison of two captures of routes of the same tokens, without a model.
 
-It counts what changed, by the definitions of `moe_rl.routing.change`, and names faults that are no change of routing.
+The comparison counts what changed, by the definitions of `moe_rl.routing.change`, and names faults that are no change of
+routing.
 """
 
 import dataclasses
@@ -228,7 +229,7 @@ def _paired(old: Captured, new: Captured) -> tuple[list[tuple[int, ...]], tuple[
         if either and (zeros := [names[i] for i in columns[0] if i not in either]):
             text = f"layers {zeros} are all zeros (or -1) in both files: dense, or not captured; they are in no rate"
             notes.append(Finding("layers of zeros", text, fault=False))
-        held = [sorted(both or either or columns[0])] * 2  # without any routes all layers: `routed` tells of that
+        held = [sorted(both or either or columns[0])] * 2  # all layers if none has routes: `routed` reports that
     if len(held[0]) != len(held[1]) or not held[0]:
         raise DriftError(f"{new.path} has routes in {said[1]}, {old.path} in {said[0]}: capture the same layers")
     if not alike:

@@ -73,7 +73,7 @@ def engine_gap(
 def _missing(captured: Captured) -> str:
     """Return in words how many tokens lack a route, empty if none does.
 
-    If one does, nothing is replayed: the tokens behind it would depend on what the model chooses there itself.
+    If a token lacks a route, nothing is replayed: the tokens behind would depend on what the model chooses there.
     """
     pairs = zip(captured.tokens, captured.ids, strict=True)
     holes = sum(int((ids[: len(tokens) - 1] < 0).any((1, 2)).sum()) for tokens, ids in pairs)

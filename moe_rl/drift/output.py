@@ -34,7 +34,7 @@ SYSTEM = (".DS_Store", ".ipynb_checkpoints", ".nfs")
 
 
 def output_folder(given: Path | None, default: Path, names: Sequence[str], kept: Path | None = None) -> Path:
-    """Return the folder to write: `given`, or else `default`. It will be replaced as a whole.
+    """Return the folder to write: `given`, or else `default`; all in it will be replaced.
 
     names: of the files that the command writes, the one that marks a result first. kept: a file in it that the command
     takes over. Raises DriftError: the folder holds more than an earlier result, or is the current one or above it."""
@@ -92,8 +92,8 @@ def partial_of(output: Path) -> Path:
 def unfinished(output: Path) -> Iterator[Path]:
     """Context manager: give the empty folder OUTPUT.partial, and let it take the place of the output at the end.
 
-    After an error it stays if something was measured (CSV files, drift.json) or sampled (samples.jsonl), and is removed
-    otherwise. Raises InUseError: another process writes to it."""
+    After an error the folder stays if something was measured (CSV files, drift.json) or sampled (samples.jsonl), and is
+    removed otherwise. Raises InUseError: another process writes to it."""
     output = output.resolve()  # a link stays, and its target is replaced
     partial = partial_of(output)
     partial.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ class Screen(Console):
 def progress(console: Console, total: int) -> Iterator[Tick]:
     """Context manager: give a function to call after every batch, which shows the progress.
 
-    It moves a bar on a terminal, and elsewhere prints a line after every tenth of `total` batches.
+    The function moves a bar on a terminal, and elsewhere prints a line after every tenth of `total` batches.
     """
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -74,7 +74,7 @@ def one_at_a_time(
 ) -> Iterator[Measured]:
     """Yield the measurements of every batch, bit for bit those of `with_both`, with one model in memory at a time.
 
-    It takes three passes over the text: with the old model, the new one, and the old one again.
+    There are three passes over the text: with the old model, the new one, and the old one again.
 
     cache: a folder for routes and log-probabilities, K bytes per token and site (2K above 255 experts) for each model,
     and a few numbers per token.

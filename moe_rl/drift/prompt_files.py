@@ -105,7 +105,8 @@ def _problem(row: Any) -> str | None:
             isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages
         ):
             return "messages must be a list of objects with role and content, not empty"
-        if not all(isinstance(m["content"], str | None) for m in messages):  # Qwen3's template drops others
+        # Qwen3's template would leave out content that is no text, without a word.
+        if not all(isinstance(m["content"], str | None) for m in messages):
             return "the content of a message must be a text, not a list of parts"
     for key in ("text", "prompt", "completion", "messages"):
         wanted = list if key == "messages" else str

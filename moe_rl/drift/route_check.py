@@ -189,7 +189,7 @@ def _expected_layers(captured: Captured, own: OwnRoutes, layers: int) -> tuple[t
 def _starts(captured: Captured, own: OwnRoutes, lengths: Sequence[int]) -> tuple[list[int], list[Finding]]:
     """Return the token that each sequence's first row belongs to, and a fault if sequences have too few rows.
 
-    It is 0 or, if a sequence has fewer rows than its tokens less one, the first token of the place where the rows agree
+    This token is 0 or, if a sequence has fewer rows than its tokens less one, the first token of the place where the rows agree
     best with the model."""
     starts, short = [0] * len(lengths), [b for b, n in enumerate(lengths) if len(captured.ids[b]) < n - 1]
     for b in short:
@@ -229,10 +229,7 @@ def _comparable(captured: Captured, own: OwnRoutes, expected: tuple[int, ...]) -
     held = [c for c in layers if holds[c] or (K == 1 and c in site_of and (ids[:, :, c] == 0).any())] or list(layers)
     hashed: Any = twice(own.ids).any((0, 1))
     tables = np.array([c in site_of and bool(hashed[site_of[c]]) for c in held])
-    names, experts = (
-        [f"layer {c}" for c in held],
-        [max(own.experts)] * len(held),
-    )  # the largest, as layers may be in another order
+    names, experts = [f"layer {c}" for c in held], [max(own.experts)] * len(held)  # layers may be in another order
     there, wrong = routed(ids[:, :, held], rows, lengths, tables, names, experts)
     work = TokenRows.of(ids, there, captured.tokens)
     work.findings = said + more + wrong
@@ -287,7 +284,7 @@ def _best(work: TokenRows, own: OwnRoutes, simple: Explanation, others: list[Exp
     """Return the explanation of the highest score that agrees clearly better with these tokens than with others.
 
     The second condition is needed because layers in the best of many orders, and ids renamed to the most frequent
-    experts, agree somewhat with any model's routes. Without such an explanation it is `simple`, "as captured"."""
+    experts, agree somewhat with any model's routes. Without such an explanation, `simple` is returned."""
     for other in sorted(others, key=lambda e: e.score, reverse=True):
         if other.score <= simple.score:
             break
@@ -332,9 +329,7 @@ def by_chance(work: TokenRows, own: OwnRoutes, best: Explanation) -> dict[int, f
     itself."""
     a, b, _ = pairs_of(work, own, best.shift, SEARCHED)
     order = np.random.default_rng(0).permutation(len(a))
-    slots = best.slots(
-        a[order], b[np.roll(order, 1)]
-    )  # one cycle, because any other permutation may leave tokens in place
+    slots = best.slots(a[order], b[np.roll(order, 1)])  # one cycle: no token is paired with itself
     return {site: float(each.mean()) for site, each in slots.items()} if len(a) else {}
 
 

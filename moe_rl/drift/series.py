@@ -139,8 +139,7 @@ class Passes:
 
 
 def run_series(options: DriftOptions) -> Path:
-    """Compare a series of checkpoints, write series.json, series.csv, sites.csv, figures and report.html, and return
-    the folder.
+    """Compare a series, write series.json, series.csv, sites.csv, figures and report.html, and return the folder.
 
     Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
     """

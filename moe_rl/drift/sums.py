@@ -149,7 +149,7 @@ def count(measured: Measured) -> tuple[Sums, dict[str, np.ndarray]]:
     slots = (slot_change(old, new) * old.shape[-1]).round().long()
     flips = flips_per_token(old, new)
     log_ratios = torch.stack([parts.log_ratio, parts.weight, parts.routing])[:, mask]
-    before = flips.roll(1, 1)  # token t is predicted at position t - 1
+    before = flips.roll(1, 1)  # token t is predicted at t - 1; the first token of a sequence is never measured
     routers, body = (change_counts(old, own, mask) for own in measured.swapped) if measured.swapped else (None, None)
     prompts = torch.tensor(measured.batch.prompts)
     sums = Sums(

@@ -155,7 +155,7 @@ def _changed(change: Mapping[str, Any], old: str, new: str) -> str:
 
 
 def _times(change: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    """Return in words how many times the slot change is each noise floor: own arithmetic, and a bf16 copy."""
+    """Return in words the ratio of the slot change to each noise floor: own arithmetic, and a bf16 copy."""
     rate, parts = change["slot"]["rate"], []
     floors = {name: largest["slot"] for name, largest in floors_of(results["floor"]).items()}
     for name, words in (("own", "other arithmetic at equal weights"), ("bf16", "a bf16 copy")):
