@@ -1,7 +1,7 @@
 """`moe-rl compare-routes OLD NEW`: the comparison of two captures of routes of the same tokens, without a model.
 
-The comparison counts what changed, by the definitions of `moe_rl.routing.change`, and names faults that are no change of
-routing.
+The comparison counts what changed, by the definitions of `moe_rl.routing.change`, and names faults that are no change
+of routing.
 """
 
 import dataclasses

@@ -40,7 +40,7 @@ def label(row: Mapping[str, Any]) -> str:
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return one sentence: how far arithmetic takes the ratio at equal weights in each dtype, and routing's share.
 
-    For each dtype the sentence names the variant that takes most ratios outside [0.9, 1.1] or, if none does, the variant
+    For each dtype the sentence names the variant that takes most ratios outside [0.9, 1.1] or, if none does, the one
     with the largest mean gap. The comparison with another dtype is not among these variants; the table has it.
     """
     clauses = []

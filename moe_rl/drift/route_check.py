@@ -189,8 +189,8 @@ def _expected_layers(captured: Captured, own: OwnRoutes, layers: int) -> tuple[t
 def _starts(captured: Captured, own: OwnRoutes, lengths: Sequence[int]) -> tuple[list[int], list[Finding]]:
     """Return the token that each sequence's first row belongs to, and a fault if sequences have too few rows.
 
-    This token is 0 or, if a sequence has fewer rows than its tokens less one, the first token of the place where the rows agree
-    best with the model."""
+    This token is 0 or, if a sequence has fewer rows than its tokens less one, the first token of the place where the
+    rows agree best with the model."""
     starts, short = [0] * len(lengths), [b for b, n in enumerate(lengths) if len(captured.ids[b]) < n - 1]
     for b in short:
         rows = captured.ids[b]
