@@ -1,4 +1,4 @@
-"""Checkpoints that are LoRA adapters (PEFT): which model they are of, and how they are put on it."""
+"""Checkpoints that are LoRA adapters (PEFT): finding the model that they belong to, and putting them on it."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -19,20 +19,23 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class Source:
-    """Where the weights are: a checkpoint (folder or hub id), and a folder of adapters to put on it."""
+    """Place of a checkpoint's weights: a model (folder or hub id) and, perhaps, a folder of adapters to put on it."""
 
     base: str
     adapter: Path | None = None
 
     @property
     def tokenizer(self) -> str:
-        """Trainers save the tokenizer beside the adapters; where they did not, it is the model's."""
+        """The place of the tokenizer: the adapters' folder, where trainers save one, or else the model."""
         return str(self.adapter) if self.adapter is not None and has_tokenizer(self.adapter) else self.base
 
 
 def sources(paths: Mapping[str, str], base: str | None = None) -> dict[str, Source]:
-    """What each checkpoint is, by its name in messages. base: the model of those that are adapters; None: the one that
-    each names. Raises DriftError."""
+    """Return the `Source` of each checkpoint, by its name in messages.
+
+    paths: the name in messages -> the path or hub id. base: the model of the checkpoints that are adapters; None: the
+    model that each folder of adapters names. Raises DriftError: as `resolve`, or `base` is given and none is adapters.
+    """
     found = {which: resolve(which, path, base) for which, path in paths.items()}
     if base is not None and all(source.adapter is None for source in found.values()):
         raise DriftError(f"--base: no folder of LoRA adapters ({CONFIG}) is among the checkpoints; leave it out")
@@ -40,7 +43,10 @@ def sources(paths: Mapping[str, str], base: str | None = None) -> dict[str, Sour
 
 
 def resolve(which: str, path: str, base: str | None = None) -> Source:
-    """Tell a checkpoint from a folder of adapters. Raises DriftError."""
+    """Return the `Source` of a path: a whole checkpoint, or a folder of adapters with its model.
+
+    Raises DriftError: the folder holds both a model and adapters, or the adapters cannot be used.
+    """
     folder = Path(path).expanduser()
     if not (folder / CONFIG).is_file():
         return Source(path)
@@ -53,8 +59,11 @@ def resolve(which: str, path: str, base: str | None = None) -> Source:
 
 
 def adapters_of(which: str, folder: Path, base: str | None = None) -> Source:
-    """The adapters of a folder, and their model: `base`, or else the one that the folder names. A hub model that only
-    the folder names is taken from what is downloaded; nothing is fetched. Raises DriftError."""
+    """Return the `Source` of a folder of adapters: the folder, and the model `base` or else the one that it names.
+
+    A hub model that only the folder names must be downloaded already; nothing is fetched. Raises DriftError: the
+    adapters cannot be read, are not LoRA, or their model is not known or not here.
+    """
     folder = folder.expanduser()
     try:
         config = parse_json((folder / CONFIG).read_bytes())
@@ -91,23 +100,23 @@ def adapters_of(which: str, folder: Path, base: str | None = None) -> Source:
 
 
 def _downloaded(hub_id: str, revision: str | None) -> str | None:
-    """The folder of a hub model that is on this machine; None where it is not, or this is no hub id."""
+    """Return the local folder of a downloaded hub model; None if it is not downloaded, or `hub_id` is no hub id."""
     try:
         return str(Path(str(cached_file(hub_id, "config.json", revision=revision, local_files_only=True))).parent)
-    except Exception:  # of settings that are none, too
+    except Exception:  # also for a `hub_id` or `revision` that is malformed
         return None
 
 
-def put_on(which: str, model: Any, source: Source) -> Any:
-    """The model with the adapters beside its weights, as PEFT trains them. Raises DriftError: they do not fit."""
+def with_adapters(which: str, model: Any, source: Source) -> Any:
+    """Return the model with adapters beside its weights, as PEFT trains them. Raises DriftError if they do not fit."""
     import peft
 
     where = f"{which}: {source.adapter} does not fit {source.base}"
     try:
         with peft_warnings():
             model = peft.PeftModel.from_pretrained(model, str(source.adapter))
-            found = model.load_adapter(str(source.adapter), model.active_adapter)  # says what it could not place
-    except Exception as error:  # PEFT's, safetensors' and those of damaged settings share no base class
+            found = model.load_adapter(str(source.adapter), model.active_adapter)  # names what it could not place
+    except Exception as error:  # errors of PEFT, safetensors and damaged settings share no base class
         raise DriftError(f"{where}: {type(error).__name__}: {error}") from error
     for names, what in ((found.unexpected_keys, "has no place for"), (found.missing_keys, "is not given")):
         if names:
@@ -116,10 +125,13 @@ def put_on(which: str, model: Any, source: Source) -> Any:
 
 
 def merged_with(which: str, model: Any, source: Source) -> Any:
-    """The model with the adapters, and modules that were trained whole, in its weights: what PEFT's `merge_and_unload`
-    leaves. Raises DriftError: they do not fit, or no weights of this architecture compute the same."""
+    """Return the model with the adapters merged into its weights, as PEFT's `merge_and_unload` does.
+
+    Modules that were trained whole take the place of the model's. Raises DriftError: the adapters do not fit, or no
+    weights of this architecture compute the same.
+    """
     before = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    policy = put_on(which, model, source)
+    policy = with_adapters(which, model, source)
     where = f"{which}: {source.adapter} cannot be merged into {source.base}"
     try:
         model = merged(policy)

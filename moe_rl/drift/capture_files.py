@@ -1,16 +1,17 @@
-"""Files of captured routes, read as they are: what is wrong with the ids is for the comparison to say.
+"""Readers of files of captured routes. The expert ids are read unchecked; the comparison checks them.
 
-- `.safetensors`: of `RoutedExperts.save` with tokens, or tensors `tokens` `[B,T]`, `routed_experts` `[B,T,layers,K]`
-  and, unless padding is -1 in `tokens`, `attention_mask`
+- `.safetensors`: written by `RoutedExperts.save` with tokens, or tensors `tokens` `[B,T]`, `routed_experts`
+  `[B,T,layers,K]` and, unless padding is -1 in `tokens`, `attention_mask`
 - `.npz`: arrays of the same names
-- `.jsonl`: a sequence per line, `tokens` (or `prompt_token_ids` and `token_ids`) and `routed_experts`, itself or in
-  `meta_info`: nested lists `[rows, layers, K]` or base64, of int32 as SGLang sends them or of a .npy file as vLLM's
-  server does
+- `.jsonl`: a sequence per line, with `tokens` (or `prompt_token_ids` and `token_ids`) and `routed_experts`, the latter
+  in the line itself or in its `meta_info`: nested lists `[rows, layers, K]`, or base64 of int32 (SGLang) or of a .npy
+  file (vLLM's server)
 - `.pt`: a dump of slime's `--save-debug-rollout-data`
-- `.parquet`: `routes/*` of a run folder, or others of `moe_rl.training.route_tables`
+- `.parquet`: `routes/*` of a run folder, or another file of `moe_rl.training.route_tables`
 
-The engine's log-probabilities, where they stand beside: `logprobs`, `rollout_log_probs` or SGLang's
-`output_token_logprobs` (`moe_rl.drift.capture_logps`); in arrays with a `response_mask` or `loss_mask` of their shape.
+The engine's log-probabilities are read, too, where a file has them: under `logprobs`, `rollout_log_probs` or SGLang's
+`output_token_logprobs` (`moe_rl.drift.capture_logps`). Files of arrays must then hold a `response_mask` or `loss_mask`
+of the same shape.
 """
 
 import base64
@@ -39,8 +40,8 @@ from moe_rl.study.words import count
 
 KEYS = ("tokens", "input_ids")
 UNPADDED = (".jsonl", ".pt")
-"""Files that hold each sequence by itself."""
-# A file that is cut off, damaged, of another kind (an array under the name .npz), or of a dtype that numpy lacks.
+"""Endings of files that hold each sequence by itself, and so no padding."""
+# Errors of files that are cut off, damaged, of another kind (an array named .npz) or of a dtype that numpy lacks.
 UNREADABLE = (SafetensorError, KeyError, ValueError, OSError, EOFError, TypeError, zipfile.BadZipFile, zlib.error)
 FORMS = (
     "expected .safetensors, .npz or .jsonl with tokens and routed_experts, a .pt that slime dumped, or a .parquet of a "
@@ -51,10 +52,13 @@ FORMS = (
 def read_capture(
     path: Path, num_experts_per_tok: int | None, pad: int | None = None, likely: Collection[int] = ()
 ) -> Captured:
-    """The sequences of a file, without leading and trailing tokens `pad` where it has no mask. Base64 of int32, which
-    has no shape, asks for `num_experts_per_tok`; likely: layers that it may have, where several numbers would fit.
+    """Read the sequences of a file of captured routes.
 
-    Raises DriftError naming the file, the line or sequence, and what it lacks."""
+    num_experts_per_tok: K, needed for base64 of int32, which has no shape. pad: the padding token, which is taken out
+    at either end of a row where arrays have neither a mask nor -1. likely: the numbers of layers that are preferred
+    where several would fit such base64.
+
+    Raises DriftError naming the file, the line or sequence, and what is missing there."""
     if path.is_dir():
         raise DriftError(f"{path} is a folder; name a file")
     if not path.is_file():
@@ -107,8 +111,11 @@ def read_capture(
 
 
 def likely_padding(*files: Captured) -> tuple[int, int, str] | None:
-    """The token of which most sequences begin or end with three, how many do, and what to do where it pads the files,
-    which are of the same tokens; None where none does."""
+    """Return the token that probably pads the files, how many sequences show it, and the remedy in words, or None.
+
+    The token is the one of which most sequences begin or end with three; None if no sequence begins or ends so. All
+    files hold the same tokens.
+    """
     paths = [file.path for file in files]
     runs = Counter(
         int(token)
@@ -125,6 +132,7 @@ def likely_padding(*files: Captured) -> tuple[int, int, str] | None:
 
 
 def _own(routes: RoutedExperts, path: Path, pad: int | None) -> Captured:
+    """Return the sequences of a `RoutedExperts` that this package saved; rows without tokens are left out."""
     if routes.tokens is None or routes.attended is None:
         raise DriftError(f"{path}: these routes were saved without their tokens, so nothing says what they are of")
     notes: list[str] = []
@@ -144,8 +152,8 @@ def _own(routes: RoutedExperts, path: Path, pad: int | None) -> Captured:
 
 
 def _tokens_of(tokens: torch.Tensor, pad: int | None, notes: list[str]) -> torch.Tensor:
-    """Where a padded batch has tokens: not -1; if it has no -1, nor `pad` before the first or behind the last other
-    one."""
+    """Return a bool mask of a padded batch's real tokens: all ids but -1 or, if no id is -1, all but the `pad` tokens
+    at either end of a row. Adds to `notes` what was done with `pad`."""
     there = tokens >= 0
     if pad is None:
         return there
@@ -161,7 +169,10 @@ def _tokens_of(tokens: torch.Tensor, pad: int | None, notes: list[str]) -> torch
 def _padded(
     path: Path, names: Sequence[str], read: Callable[[str], np.ndarray], pad: int | None, notes: list[str]
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
-    """Sequences of a file of arrays with these names, of which only those that are needed are read."""
+    """Return the sequences (tokens, expert ids, log-probabilities or None) of a file of padded arrays.
+
+    names: the arrays that the file has. read: reads one of them; arrays that are not needed are not read.
+    """
     held = next((key for key in KEYS if key in names), None)
     if held is None or "routed_experts" not in names:
         some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -169,7 +180,7 @@ def _padded(
     tokens, ids = read(held), read("routed_experts")
     if tokens.ndim != 2:
         raise DriftError(f"{path}: tokens are {list(tokens.shape)}, expected [B,T]")
-    if tokens.dtype.kind == "u":  # few kernels of torch know the unsigned ones
+    if tokens.dtype.kind == "u":  # torch has few kernels for unsigned integers
         tokens = tokens.astype(np.int64)
     if "attention_mask" in names:
         mask = read("attention_mask")
@@ -188,7 +199,7 @@ def _padded(
     if name is not None:
         masks = [read(key) for key in MASKS if key in names]
         measured = next(iter(masks), None)
-        if len(masks) > 1 and masks[0].shape == masks[1].shape:  # what was sampled, and of it what is in the loss
+        if len(masks) > 1 and masks[0].shape == masks[1].shape:  # masks of what was sampled and of what is in the loss
             measured = masks[0] * masks[1]
         logps = padded_logps(name, read(name), measured, mask, str(path))
     rows = [b for b in range(len(tokens)) if mask[b].any()]
@@ -198,9 +209,9 @@ def _padded(
 def _lines(
     path: Path, K: int | None, notes: list[str], likely: Collection[int]
 ) -> tuple[list[tuple[Any, Any, np.ndarray | None]], list[str] | None]:
-    """Sequences, and what is the same in those of one prompt, where every line has one."""
+    """Return the sequences of a JSONL file and a key of each prompt, None unless all lines have `prompt_token_ids`."""
     found: list[tuple[Any, Any, np.ndarray | None]] = []
-    prompts, flat = [], {}  # of int32, whose number of layers all lines say together
+    prompts, flat = [], {}  # flat: sequences of int32, whose number of layers follows from all lines together
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -237,8 +248,12 @@ def _lines(
 
 
 def _layers(sizes: dict[str, tuple[int, int]], K: int, likely: Collection[int]) -> int:
-    """Layers of ids without a shape, by line their number and that of the tokens: as many as fit every line with a row
-    for each token, or for each but the last. Raises DriftError where not one number does."""
+    """Return the number of layers of expert ids that have no shape.
+
+    sizes: the line -> its numbers of ids and of tokens. The number of layers must fit every line, with a row for each
+    token or for each but the last; of several that fit, those in `likely` are preferred. Raises DriftError unless
+    exactly one number is left.
+    """
     fit: set[int] | None = None
     for where, (ids, tokens) in sizes.items():
         here = {ids // (rows * K) for rows in (tokens - 1, tokens) if rows and ids and ids % (rows * K) == 0}
@@ -256,7 +271,7 @@ def _layers(sizes: dict[str, tuple[int, int]], K: int, likely: Collection[int]) 
 
 
 def _decoded(payload: str, K: int | None) -> tuple[np.ndarray, bool]:
-    """A .npy file as it is, or int32 that have no shape yet."""
+    """Decode base64 into expert ids, and tell whether they have their shape (a .npy file) or not yet (int32)."""
     try:
         raw = base64.b64decode(payload, validate=True)
     except binascii.Error as error:

@@ -1,4 +1,4 @@
-"""The log-probabilities that an engine gave the tokens which it sampled, as files of captured routes have them."""
+"""Readers of the log-probabilities of sampled tokens that an engine wrote into files of captured routes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,30 +11,32 @@ from moe_rl.drift.errors import DriftError
 NAMES = ("logprobs", "rollout_log_probs", "output_token_logprobs")
 MASKS = ("response_mask", "loss_mask")
 ROUNDING = 1e-3
-"""Nats above 0 that a log-probability may be."""
+"""How far above 0 a log-probability may be, as rounding, nats."""
 IMPOSSIBLE = -9999.0
-"""What vLLM's server writes in place of -inf."""
+"""The log-probability that vLLM's server writes in place of -inf, nats."""
 
 
 def name_of(keys: Mapping[str, Any] | Sequence[str]) -> str | None:
-    """Under which name a file or line has log-probabilities."""
+    """Return the name under which a file or line has log-probabilities, or None."""
     return next((name for name in NAMES if name in keys), None)
 
 
 def logps_of(row: Mapping[str, Any], tokens: Any, where: str) -> Float[np.ndarray, " n"] | None:
-    """Nats of each of a sequence's `tokens`, NaN where the engine gave none; None where the row has none at all.
+    """Return the log-probability of each of a sequence's `tokens`, nats, NaN where the engine gave none.
 
-    row: a line of JSON or a sample of slime. The log-probabilities end with the last token: of what was sampled
-    (`token_ids`, or the last `response_length` tokens), or of all tokens, with or without the first. A null is none;
-    tokens that `loss_mask` (or `response_mask`) takes out have none.
+    None if the row has no log-probabilities at all. row: a line of JSON or a sample of slime. The values end with the
+    last token. If the row says how many tokens were sampled (`token_ids`, or `response_length`), there must be one for
+    each sampled token, for each token, or for each but the first. A null, and a token that `loss_mask` (or
+    `response_mask`) takes out, counts as no log-probability.
 
-    Raises DriftError naming `where` and the position: a number of values that fits neither, other tokens, values that
-    are none.
+    Raises DriftError naming `where` and the position: a number of values that does not fit, values of other tokens, or
+    values that are no log-probabilities.
     """
     inner = row.get("meta_info")
     inner = inner if isinstance(inner, Mapping) else {}
     row = {key: value for key, value in {**inner, **row}.items() if value is not None}
-    row = {k: v for k, v in row.items() if k not in NAMES or not isinstance(v, int)}  # a request repeated: logprobs=1
+    # an integer is no value: a row may repeat a request's setting, logprobs=1
+    row = {k: v for k, v in row.items() if k not in NAMES or not isinstance(v, int)}
     name = name_of(row)
     if name is None:
         return None
@@ -73,9 +75,11 @@ def logps_of(row: Mapping[str, Any], tokens: Any, where: str) -> Float[np.ndarra
 def padded_logps(
     name: str, values: np.ndarray, mask: np.ndarray | None, tokens: Bool[np.ndarray, "B T"], path: str
 ) -> Float[np.ndarray, "B T"]:
-    """The same of a padded batch: `values` `[B,T]`, or `[B,R]` of the last R columns, with a mask of that shape.
+    """Return the log-probabilities of a padded batch, nats, NaN where the engine gave none.
 
-    tokens: where the batch has tokens. Raises DriftError."""
+    name: the array's name in messages. values: `[B,T]`, or `[B,R]` of the last R columns. mask: of the shape of
+    `values`, 1 where a value counts. tokens: True on the batch's tokens. Raises DriftError: there is no mask, shapes do
+    not fit, the mask is 1 on padding, or a value is no log-probability."""
     if mask is None:
         raise DriftError(
             f"{path}: {name} without {' or '.join(MASKS)} of their shape: what stands at the prompt and the padding "
@@ -106,7 +110,10 @@ def padded_logps(
 def _checked(
     values: Float[np.ndarray, " n"], held: Bool[np.ndarray, " n"], where: str, name: str
 ) -> Float[np.ndarray, " n"]:
-    """The values that are `held`, NaN elsewhere, -inf for no probability. Raises DriftError for what is none."""
+    """Return the values where `held`, NaN elsewhere, and -inf for a probability of 0.
+
+    Raises DriftError: a value is NaN or above 0 by more than ROUNDING, or the first token has one.
+    """
     wrong = held & ~(values <= ROUNDING)
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
@@ -122,6 +129,7 @@ def _checked(
 
 
 def _number(value: Any, where: str, name: str) -> float:
+    """Return a value as a float. Raises DriftError: it is no number."""
     try:
         if isinstance(value, bool | str):
             raise TypeError
@@ -131,8 +139,8 @@ def _number(value: Any, where: str, name: str) -> float:
 
 
 def _forms(given: Any) -> tuple[list[Any], list[int]]:
-    """Values, and the token ids that some forms name beside each; none where they do not."""
-    if isinstance(given, Mapping):  # vLLM's server, of a completion or else of a chat or of token ids
+    """Return the values of log-probabilities in any known form, and the token ids beside them, [] if there are none."""
+    if isinstance(given, Mapping):  # vLLM's server: of a completion or, with `content`, of a chat or of token ids
         entries = given.get("content")
         words = given.get("tokens", []) if entries is None else [entry["token"] for entry in entries]
         values = given["token_logprobs"] if entries is None else [entry["logprob"] for entry in entries]

@@ -1,6 +1,6 @@
-"""Captured routes as they are, nothing trusted: rows at their tokens, and which of them are no routes of a router.
+"""Data classes of captured routes, placement of their rows at tokens, and faults that the ids alone show.
 
-Everywhere: ids `[B,T,L,K]` of the compared layers, -1 where there is no row; `rows`: where a sequence has one.
+Everywhere: ids `[B,T,L,K]` of the compared layers, -1 where a token has no row; `rows` `[B,T]`: True where it has one.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,17 @@ from moe_rl.study.words import count
 
 PREFIXES, UNROUTED = "prefix-cache hits without routes", "tokens without routes"
 LAYERS = "layers without routes"
-"""Faults of tokens, or of layers of one file, that have none: those of the others may be right."""
+"""Names of faults of tokens, or of layers of one file, without routes: the routes of all others may be right."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """Sequences as another program captured them, nothing checked: token ids `[n]`, expert ids `[rows, layers, K]`.
-    `sites`, `experts`: names of the layers and their numbers of experts, where the file has them. `logps`: what the
-    engine gave each token, nats `[n]`, NaN for nothing. `prompts`: alike in responses to one prompt, where the
-    file says which that is. `notes`: how the file of that `path` was read."""
+    """Sequences with routes as another program captured them; the expert ids are not checked.
+
+    tokens, ids: of each sequence the token ids `[n]` and the expert ids `[rows, layers, K]`. sites, experts: names of
+    the layers and their numbers of experts, if the file has them. logps: the engine's log-probability of each token,
+    nats `[n]`, NaN where it gave none. prompts: a key of each sequence's prompt, equal for responses to one prompt, if
+    the file has prompts. notes: how the file was read. path: of the file."""
 
     tokens: Sequence[np.ndarray]
     ids: Sequence[np.ndarray]
@@ -36,8 +38,9 @@ class Captured:
     path: Path = Path()
 
     def shape(self) -> tuple[int, int]:
-        """Layers and experts per token. Raises ValueError: ids of a sequence are no integers `[rows, layers, K]`, or
-        sequences differ in layers or K."""
+        """Return the numbers of layers and of experts per token.
+
+        Raises ValueError: ids of a sequence are no integers `[rows, layers, K]`, or sequences differ in layers or K."""
         shapes = {ids.shape[1:] for ids in self.ids}
         if any(ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) for ids in self.ids) or len(shapes) > 1:
             kinds = sorted({f"{ids.dtype} {list(ids.shape)}" for ids in self.ids})[:4]
@@ -52,10 +55,10 @@ class Captured:
 
 @dataclass(frozen=True)
 class OwnRoutes:
-    """What the model chooses for the same tokens: ids `[B,T,L,K]`, -1 behind a sequence, and in other arithmetic
-    (`floor`).
+    """The routes that a model chooses itself for the captured tokens.
 
-    experts: of each site. layers: number of each site among `num_layers` hidden layers.
+    ids: expert ids `[B,T,L,K]`, -1 behind a sequence's end. floor: the same of a copy in other arithmetic. experts:
+    the number of experts of each site. layers: the index of each site's layer among `num_layers` hidden layers.
     """
 
     ids: Int[np.ndarray, "B T L K"]
@@ -68,7 +71,7 @@ class OwnRoutes:
 
 @dataclass(frozen=True)
 class Finding:
-    """`name` of a fault, or of something to know (`fault` False), and what was seen."""
+    """What a comparison found: a fault or, with `fault` False, a note; its `name`, and `text` on what was seen."""
 
     name: str
     text: str
@@ -76,36 +79,47 @@ class Finding:
 
 
 @dataclass
-class Work:
-    """Rows that can be compared, one below the other; of which sequence and token each is, and its token id; `dark`:
-    layers that hold nothing."""
+class TokenRows:
+    """The captured rows that can be compared, and what was found about them so far.
+
+    ids: the rows, one below the other. sequence, position: the sequence and the token that each row belongs to. tokens:
+    the token id of each. findings: faults and notes. empty_layers: captured layers that hold no routes."""
 
     ids: Int[np.ndarray, "n layers K"]
     sequence: Int[np.ndarray, " n"]
     position: Int[np.ndarray, " n"]
     tokens: Int[np.ndarray, " n"]
     findings: list[Finding] = field(default_factory=list)
-    dark: Sequence[int] = ()
+    empty_layers: Sequence[int] = ()
 
     @staticmethod
-    def of(ids: Int[np.ndarray, "B T layers K"], there: Bool[np.ndarray, "B T"], words: Sequence[np.ndarray]) -> "Work":
-        """The rows of `there`. words: the token ids of each sequence."""
+    def of(
+        ids: Int[np.ndarray, "B T layers K"], there: Bool[np.ndarray, "B T"], words: Sequence[np.ndarray]
+    ) -> "TokenRows":
+        """Return the rows where `there` is True. words: the token ids of each sequence."""
         tokens = np.concatenate([some[held[: len(some)]] for some, held in zip(words, there, strict=True)])
         sequence, position = np.nonzero(there)
-        return Work(ids[there], sequence, position, tokens)
+        return TokenRows(ids[there], sequence, position, tokens)
 
     def drop(self, which: Bool[np.ndarray, " n"]) -> None:
+        """Remove the rows where `which` is True."""
         parts = (self.ids, self.sequence, self.position, self.tokens)
         self.ids, self.sequence, self.position, self.tokens = (part[~which] for part in parts)
 
     def found(self, name: str, text: str, fault: bool = True) -> None:
+        """Add a finding."""
         self.findings.append(Finding(name, text, fault))
 
 
-def laid(
+def padded_rows(
     ids: Sequence[np.ndarray], starts: Sequence[int] | np.ndarray, lengths: Sequence[int]
 ) -> tuple[Int[np.ndarray, "B T L K"], Bool[np.ndarray, "B T"], list[Finding]]:
-    """The rows of each sequence at its tokens, from the one in `starts` on; more rows than tokens are a fault."""
+    """Place the rows of each sequence at its tokens.
+
+    ids: the rows `[rows, L, K]` of each sequence. starts: the token that each sequence's first row belongs to. lengths:
+    the numbers of tokens. Returns the ids, -1 where there is no row; True where there is a row; and a fault if a
+    sequence has more rows than tokens.
+    """
     reach = max(max(-int(part.min(initial=0)), int(part.max(initial=0))) for part in ids)
     kind = np.int32 if reach < 2**31 else np.int64
     found = np.full((len(ids), max(lengths), *ids[0].shape[1:]), -1, kind)
@@ -119,7 +133,7 @@ def laid(
 
 
 def twice(ids: Int[np.ndarray, "B T L K"]) -> Bool[np.ndarray, "B T L"]:
-    """Rows that name an expert twice; rows of zeros are none."""
+    """Return a bool mask of the rows that name an expert twice; rows of zeros do not count."""
     ordered = np.sort(ids, -1)
     found: np.ndarray = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1) & ids.any(-1)
     return found
@@ -133,10 +147,13 @@ def routed(
     sites: Sequence[str],
     experts: Sequence[int],
 ) -> tuple[Bool[np.ndarray, "B T"], list[Finding]]:
-    """Which tokens have a route at every site, why others have none, and ids that no router gives.
+    """Return a bool mask of the tokens that have a route at every site, and findings on all other rows and odd ids.
 
-    A row of several zeros is no route, for ids of a row differ. One zero may be expert 0: it is no route where all of
-    at least FEW_SITES sites are 0. tables: hash-routed sites, whose rows may be anything."""
+    The findings say which tokens have no route and why, and which ids no router gives. A row of several zeros is no
+    route, because a router chooses K different experts. A single zero (K = 1) may be expert 0: it counts as no route
+    only if a token has 0 at all of at least FEW_SITES sites. lengths: tokens of each sequence. tables: True for
+    hash-routed sites, whose rows may be zeros and may repeat an expert. sites, experts: name and number of experts of
+    each site."""
     L, K = ids.shape[2:]
     zero: Any = (ids == 0).all(-1)
     live: Any = (ids == -1).any(-1) & rows[..., None]
@@ -145,6 +162,7 @@ def routed(
     said: list[Finding] = []
 
     def tell(name: str, which: np.ndarray, what: str, text: str, fault: bool = True) -> None:
+        """Add a finding on the entries of `which`, `[B,T]` or `[B,T,L]`, with their number and the first of them."""
         if which.any():
             b, t, *site = (int(i) for i in np.argwhere(which)[0])
             where = f"first sequence {b}, token {t}{''.join(f', {sites[i]}: {ids[b, t, i].tolist()}' for i in site)}"

@@ -1,4 +1,4 @@
-"""Change counts as rates, and as tables by routing site and by position in the measured text."""
+"""Routing changes as rates with intervals, and as tables by routing site and by position in the measured text."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from moe_rl.routing import ChangeCounts, RoutedExperts, flips_per_token, slot_ch
 
 
 def rates_of(counts: ChangeCounts) -> dict[str, dict[str, float]]:
-    """Slot, site and token change: rate, numerator, denominator."""
+    """Return slot, site and token change, each as `rate`, numerator `changed` and denominator `of`."""
     return {
         level: {"rate": changed / of if of else float("nan"), "changed": changed, "of": of}
         for level, (changed, of) in counts.levels().items()
@@ -24,10 +24,12 @@ def rates_of(counts: ChangeCounts) -> dict[str, dict[str, float]]:
 
 
 def intervals_of(counts: ChangeCounts, clusters: Moments) -> dict[str, dict[str, float]]:
-    """`rates_of` with a 95 % interval over clusters of tokens (a ratio estimator's, Student's; NaN with one cluster).
-    clusters: of the slots, sites and tokens changed and of the tokens in each, as in `changed_in`."""
+    """Return `rates_of` with a 95 % interval, `low` to `high`, over clusters of tokens.
+
+    The interval is that of a ratio estimator, with Student's t; NaN with one cluster. clusters: moments of the slots,
+    sites and tokens changed and of the tokens in each cluster, columns as in `changed_in`."""
     n, covariance = clusters.count, clusters.covariance
-    student = float(stdtrit(n - 1, 0.975)) if n > 1 else math.nan  # of two sequences 12.7, of many 1.96
+    student = float(stdtrit(n - 1, 0.975)) if n > 1 else math.nan  # the factor is 12.7 for two clusters, 1.96 for many
     found = rates_of(counts)
     for i, (level, row) in enumerate(found.items()):
         per_token = row["of"] / counts.tokens_total
@@ -43,25 +45,27 @@ def intervals_of(counts: ChangeCounts, clusters: Moments) -> dict[str, dict[str,
 def changed_in(
     slots: Int[Tensor, "B T L"], flips: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B 4"]:
-    """Slots, sites and tokens changed, and tokens, of each sequence. slots: changed at each site; flips: sites that
-    changed."""
+    """Return, for each sequence, the numbers of slots, sites and tokens changed and of tokens, within `mask`.
+
+    slots: how many slots changed at each site. flips: how many sites of each token changed."""
     numerators = torch.stack([slots.sum(-1), flips, (flips > 0).int()], -1) * mask[..., None]
     return torch.cat([numerators.sum(1), mask.sum(1, keepdim=True)], 1).double()
 
 
 def by_cluster(rows: Float[Tensor, "B 4"], clusters: Shaped[Tensor, " B"]) -> Moments:
-    """Moments, over clusters of equal numbers, of the sums of their sequences, which vary together. rows: as in
-    `changed_in`."""
+    """Sum the sequences of each cluster, and return the moments of these sums over the clusters.
+
+    rows: of each sequence, as in `changed_in`. clusters: of each sequence the number of its cluster."""
     _, place = clusters.unique(return_inverse=True)
     return Moments.of(rows.new_zeros(int(place.max()) + 1, rows.shape[1]).index_add_(0, place, rows))
 
 
 SITE_COLUMNS = "site", "tokens", "tokens_changed", "slots", "slots_changed"
-"""Of `site_table`."""
+"""The columns of `site_table`."""
 
 
 def site_table(counts: ChangeCounts, **labels: str) -> pd.DataFrame:
-    """One row per routing site, after `labels`: changes with their denominators."""
+    """Return a table of one row per routing site, its changes and their denominators, behind the columns `labels`."""
     return pd.DataFrame(
         {
             **labels,
@@ -76,12 +80,15 @@ def site_table(counts: ChangeCounts, **labels: str) -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Tokens, slots changed, sites changed and tokens changed, by position (0: the first measured token of its row)."""
+    """Counts of tokens, slots changed, sites changed and tokens changed, by position in the measured text.
+
+    Position 0 is the first measured token of its row. sums: a row per position, these four as columns."""
 
     sums: Int[Tensor, "P 4"]
 
     @staticmethod
     def of(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> "Positions":
+        """Count the changes from `old` to `new` on the tokens of `mask`."""
         position = (mask.cumsum(1) - 1)[mask]
         slots = (slot_change(old, new)[mask] * old.shape[-1]).round().sum(-1)
         flips = flips_per_token(old, new)[mask]
@@ -89,11 +96,11 @@ class Positions:
         return Positions(torch.stack([torch.bincount(position, column.double()).long() for column in columns], -1))
 
     def __add__(self, other: "Positions") -> "Positions":
-        """As long as the longer."""
+        """Add the counts of two batches, position by position; the result is as long as the longer one."""
         return Positions(pad_sequence([self.sums, other.sums]).sum(1))
 
     def table(self, counts: ChangeCounts) -> pd.DataFrame:
-        """One row per position, each changed count with its denominator; `counts` of the same tokens."""
+        """Return a table of one row per position, each count with its denominator. counts: of the same tokens."""
         tokens, slots, flips, touched = self.sums.T.numpy()
         sites, k = len(counts.sites), counts.site_deviation.shape[1] - 1
         return pd.DataFrame(

@@ -1,4 +1,4 @@
-"""`moe-rl check-routes FILE --model MODEL`: are captured routes what the model says when it scores the same tokens?"""
+"""`moe-rl check-routes FILE --model MODEL`: the check that captured routes are those of a model on the same tokens."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 
 def run_check(options: CheckOptions) -> int:
-    """Print the verdict and the table; 0 if the routes are the model's, 1 if not. Raises DriftError."""
+    """Print the verdict and the table; return 0 if the routes are the model's, 1 if not. Raises DriftError."""
     result = checked(options, lambda line: print(line, file=sys.stderr))
     if options.json:
         fields = {**dataclasses.asdict(result), "verdict": result.verdict, "ok": not result.faults}
@@ -45,8 +45,9 @@ def run_check(options: CheckOptions) -> int:
 
 
 def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
-    """The comparison of a file with a model. Raises DriftError: no such file or model, tokens that the model does not
-    have, options out of range."""
+    """Compare the routes of a file with a model's, and return the result. say: is given messages on the progress.
+
+    Raises DriftError: no such file or model, tokens that the model does not have, options out of range."""
     check_least(options, batch_size=1, max_sequences=1, max_tokens=1, pad_token_id=0)
     if not 0 < options.temperature < float("inf"):
         raise DriftError(f"--temperature: a positive number, got {options.temperature:g}")
@@ -81,6 +82,7 @@ def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
 
 
 def _loaded(options: CheckOptions, device: torch.device) -> tuple[Any, int]:
+    """Load the model, and return it with its number of experts per token. Raises DriftError."""
     check_dtype(options.dtype)
     try:
         sites_of(found_path(options.model))  # a dense model is refused before its weights are read
@@ -92,8 +94,10 @@ def _loaded(options: CheckOptions, device: torch.device) -> tuple[Any, int]:
 
 
 def _cut(captured: Captured, options: CheckOptions, say: Say) -> Captured:
-    """The first sequences and tokens; sequences that are longer lose their rest, and its routes. Raises DriftError
-    where these cannot be told from the others: a longer sequence whose tokens do not all have a row."""
+    """Keep the first `max_sequences` sequences, and the first `max_tokens` tokens of each with their routes.
+
+    Raises DriftError: a sequence to be cut has too few rows, so that it is not known which of them belong to the tokens
+    that are kept."""
     if len(captured.tokens) > options.max_sequences:
         say(f"the first {options.max_sequences} of {len(captured.tokens)} sequences (--max-sequences)")
     tokens, ids = (list(part[: options.max_sequences]) for part in (captured.tokens, captured.ids))
@@ -114,7 +118,10 @@ def _cut(captured: Captured, options: CheckOptions, say: Say) -> Captured:
 
 
 def _batches(captured: Captured, options: CheckOptions) -> list[TokenBatch]:
-    """Sequences padded on the right. Measured are the tokens of which the engine said a finite log-probability."""
+    """Return the sequences in batches padded on the right.
+
+    The completion mask is True on the tokens with a finite log-probability of the engine or, if the file has none, on
+    all tokens but the first."""
     texts = []
     for start in range(0, len(captured.tokens), options.batch_size):
         rows = slice(start, start + options.batch_size)
@@ -130,9 +137,10 @@ def _batches(captured: Captured, options: CheckOptions) -> list[TokenBatch]:
 def own_routes(
     model: nn.Module, texts: Sequence[TokenBatch], say: Say = lambda line: None
 ) -> tuple[OwnRoutes, list[Scored], list[Scored]]:
-    """What the model chooses for these tokens, and what a copy in other arithmetic does: bf16, or fp32 where the model
-    is not in fp32; and what each says of the texts. Raises DriftError where that copy cannot run: without it nothing
-    says what arithmetic explains."""
+    """Score the texts with the model and with its copy in other arithmetic.
+
+    The copy is in bf16, or in fp32 if the model is not. Returns the routes of both, then all scores of the model and
+    all scores of the copy. Raises DriftError: the copy cannot run, so that nothing says what arithmetic explains."""
     live = [score_live(model, text) for text in texts]
     say(f"scored {sum(len(text.input_ids) for text in texts)} sequences; again in other arithmetic, for the floor")
     other = other_arithmetic(model)
@@ -161,6 +169,7 @@ def own_routes(
 
 
 def _ids_of(scored: Sequence[Scored], texts: Sequence[TokenBatch]) -> np.ndarray:
+    """Return the expert ids `[B,T,L,K]` of all batches, each sequence from column 0 on, -1 behind its end."""
     ids = [
         some[mask].to(torch.int32)
         for one, text in zip(scored, texts, strict=True)
@@ -170,7 +179,7 @@ def _ids_of(scored: Sequence[Scored], texts: Sequence[TokenBatch]) -> np.ndarray
 
 
 def page(result: RouteCheck) -> list[str]:
-    """Verdict, findings, a line per site, and what the log-probabilities say, as text."""
+    """Return the lines to print: verdict, findings, a line per site, and the gaps of log-probabilities."""
     lines = [result.verdict, ""]
     lines += [f"  {'fault' if found.fault else 'note'}: {found.name}: {found.text}" for found in result.findings]
     more = ["", *gap_lines(result.logprobs)] if result.logprobs else []

@@ -1,4 +1,4 @@
-"""Checkpoints of one architecture: which are meant, whether they can be compared, and the models in them."""
+"""Checkpoints of one architecture: finding them, checking that they can be compared, and loading their models."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from transformers.utils.hub import has_file
 
 from moe_rl.checks import sha256_of_bytes, unreadable_weights
-from moe_rl.drift.adapters import CONFIG, Source, merged_with, put_on
+from moe_rl.drift.adapters import CONFIG, Source, merged_with, with_adapters
 from moe_rl.drift.errors import DriftError
 from moe_rl.measure.noise_floor import free_bytes
 from moe_rl.policy.models import (
@@ -46,20 +46,20 @@ _NO_MATTER = re.compile(
     "|quantization|auto_map|pretraining_tp|gradient"
 )
 _BY_POSITIONS = re.compile("dynamic|longrope|yarn")
-"""Rotary frequencies that may depend on the number of positions, which is otherwise no setting."""
+"""Kinds of rotary frequencies that may depend on the maximal number of positions; only with them it is compared."""
 SAMPLE = ("The quick brown fox.", " 12+34=46\n", "(a*b) - c_d", "naïve Ω 漢字 🙂")
 CHECKPOINT = "checkpoint"
-"""Where a run folder of ours has its model."""
+"""Name of the folder in a run folder of moe_rl that holds its model."""
 
 
 def chosen(given: Sequence[str]) -> list[str]:
-    """Every checkpoint that the arguments mean, in order.
+    """Return every checkpoint that the arguments of the command line mean, in order.
 
-    - a folder with a config.json or of LoRA adapters (adapter_config.json), or a hub id: itself
-    - a run folder of ours: its checkpoint
-    - any other folder: all checkpoints right inside it, in the order of the numbers in their names (checkpoint-500
-      before checkpoint-1000); one argument that is a checkpoint and holds others (a trainer's output folder): these,
-      then itself.
+    - a folder with a config.json or of LoRA adapters (adapter_config.json), or a hub id: means itself
+    - a run folder of moe_rl: means its checkpoint
+    - any other folder: means all checkpoints right inside it, in the order of the numbers in their names
+      (checkpoint-500 before checkpoint-1000)
+    - a checkpoint that holds others (a trainer's output folder), if it is the only argument: means these, then itself
 
     Raises:
         DriftError: a folder without checkpoints; fewer than two in all.
@@ -74,18 +74,19 @@ def chosen(given: Sequence[str]) -> list[str]:
 
 
 def _inside(path: str, alone: bool) -> list[str]:
+    """Return the checkpoints that one argument of `chosen` means. alone: whether it is the only argument."""
     folder = Path(path).expanduser()
     own = _is_checkpoint(folder)
     if not folder.is_dir() or (own and not alone):
         return [path]
     if not own and _is_checkpoint(folder / CHECKPOINT):
         return [str(folder / CHECKPOINT)]
-    inside = (child for child in folder.glob("[!.]*") if _is_checkpoint(child))  # a hidden one is being written
+    inside = (child for child in folder.glob("[!.]*") if _is_checkpoint(child))  # hidden: still being written
     children = sorted(inside, key=lambda child: in_order(child.name))
     if own:
         return [*map(str, children), path]
     if not children and not alone:
-        return [path]  # what is wrong with it is said where it is loaded, by its place
+        return [path]  # `check` will say what is wrong with it, and which argument it is
     if not children:
         raise DriftError(
             f"{folder.absolute()} holds no checkpoint (no config.json or {CONFIG} in it, nor in a folder right inside)"
@@ -95,7 +96,7 @@ def _inside(path: str, alone: bool) -> list[str]:
 
 
 def in_order(name: str) -> list[tuple[int, int, str]]:
-    """A sort key by which step-2 comes before step-10.
+    """Return a sort key by which step-2 comes before step-10.
 
     >>> sorted(["step-10", "step-2", "final"], key=in_order)
     ['final', 'step-2', 'step-10']
@@ -105,7 +106,7 @@ def in_order(name: str) -> list[tuple[int, int, str]]:
 
 
 def steps_of(names: Sequence[str]) -> list[int] | None:
-    """The last number in every name, where these grow from name to name; else None.
+    """Return the last number in each name if these numbers grow from name to name, else None.
 
     >>> steps_of(["ckpt-500", "ckpt-1000"]), steps_of(["base", "ckpt-1000"])
     ([500, 1000], None)
@@ -118,31 +119,32 @@ def steps_of(names: Sequence[str]) -> list[int] | None:
 
 
 def _is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder holds a config.json or adapter_config.json."""
     return any((folder / name).is_file() for name in ("config.json", CONFIG))
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What is known of them before their weights are read."""
+    """Facts about the checkpoints of a comparison that are known before their weights are read."""
 
     tokenizer: Any
     vocabulary: int
-    """How many tokens they have an embedding of."""
+    """How many tokens the models have an embedding of."""
     model_type: str
     sites: tuple[str, ...]
     parameters: int
     max_length: int | None
     other_settings: tuple[str, ...]
-    """Where a configuration differs from the first one's in what may change what the weights compute; in words."""
+    """In words, each setting that differs from the first checkpoint's and may change what the weights compute."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """The model that each of those which are adapters is put on."""
+    """The name of each checkpoint that is adapters -> the model that they are put on."""
     two_templates: str = ""
-    """Which two of them write chats by different templates, in words; empty where all agree."""
+    """In words, the first two checkpoints with different chat templates; empty if all agree."""
 
 
 @contextmanager
 def named(which: str) -> Iterator[None]:
-    """Errors of loading say which of them it was."""
+    """Context manager: turn ModelErrors of loading into DriftErrors that name the checkpoint `which`."""
     try:
         yield
     except ModelError as error:
@@ -150,10 +152,11 @@ def named(which: str) -> Iterator[None]:
 
 
 def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_remote_code: bool = False) -> Checkpoints:
-    """Whether checkpoints can be compared, from configurations, tokenizers and what files there are; no weights are
-    read. Raises DriftError.
+    """Raise DriftError if checkpoints cannot be compared, else return what is known about them.
 
-    sources: what each is called in messages (OLD, NEW) -> where it is; all are held against the first.
+    Configurations, tokenizers and names of files are looked at; no weights are read. sources: the name of each
+    checkpoint in messages (OLD, NEW) -> its place; all are compared with the first. tokenizer: the path of one that
+    serves all; None takes theirs, which must agree.
     """
     (first, source), *others = sources.items()
     a = _skeleton(first, source.base, trust_remote_code)
@@ -186,7 +189,7 @@ def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_rem
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration, without what no forward in eval mode depends on."""
+    """Return a configuration without the settings that do not matter to a forward in eval mode."""
     positions = _BY_POSITIONS.search(str([given.get(name) for name in ("rope_parameters", "rope_scaling")]))
     return {
         name: _settings(value) if isinstance(value, dict) else value
@@ -196,7 +199,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def experts_per_token(config: Any) -> int:
-    """What a configuration says; of a number for each layer the largest, 1 where it says nothing.
+    """Return the number of experts per token of a configuration: the largest of all layers, 1 if it names none.
 
     >>> from transformers import DbrxConfig
     >>> experts_per_token(DbrxConfig(ffn_config={"moe_top_k": 4}))
@@ -209,7 +212,7 @@ def experts_per_token(config: Any) -> int:
 
 
 def _flat(given: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """Settings within others by dotted names.
+    """Return nested settings as one flat mapping by dotted names.
 
     >>> _flat({"a": 1, "b": {"c": 2}})
     {'a': 1, 'b.c': 2}
@@ -221,14 +224,14 @@ def _flat(given: Mapping[str, Any], place: str = "") -> dict[str, Any]:
 
 
 def _architecture(model: Any) -> dict[str, Any]:
-    """What is alike in checkpoints that can be compared: sizes, then the shape of every tensor."""
+    """Return what comparable checkpoints have in common: sizes, then the shape of every tensor, by name."""
     sizes = {size: getattr(model.config, size, None) for size in SIZES}
     sizes |= {"the number of experts for a token": experts_per_token(model.config.get_text_config())}  # by any name
     return sizes | {name: tuple(tensor.shape) for name, tensor in sorted(model.state_dict().items())}
 
 
 def check_device(name: str | None) -> torch.device:
-    """A device that is there; None takes the GPU if there is one. Raises DriftError."""
+    """Return the device of this name; None: the GPU if there is one, else the CPU. Raises DriftError: not there."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -243,13 +246,14 @@ def check_device(name: str | None) -> torch.device:
 
 
 def check_dtype(name: str, option: str = "--dtype") -> str:
+    """Return the name of a dtype. Raises DriftError, which names `option`: it is unknown."""
     if name not in DTYPES:
         raise DriftError(f"{option}: unknown {name!r}; expected one of {', '.join(DTYPES)}")
     return name
 
 
 def fits_twice(parameters: int, dtype: str, device: torch.device) -> bool:
-    """Whether both models fit into what is free now, with a fifth to spare for activations; True where unknown."""
+    """Return whether two models fit into the memory that is free now, less a fifth for activations; True if unknown."""
     free = free_bytes(device)
     return free is None or 2 * parameters * DTYPES[dtype].itemsize < 0.8 * free
 
@@ -263,41 +267,49 @@ def load(
     experts: str | None = None,
     merge: bool = True,
 ) -> nn.Module:
-    """One of the models, in eval mode on its device; `which` names it in messages. experts: their implementation.
-    merge: whether adapters are merged, in `dtype`, or stay beside the weights."""
+    """Load a checkpoint's model in eval mode onto a device. Raises DriftError.
+
+    which: its name in messages. experts: the experts implementation; None: transformers' choice. merge: whether
+    adapters are merged into the weights, in `dtype`, or stay beside them."""
     base = source.base
     config = ModelConfig(path=base, dtype=dtype, experts_implementation=experts, trust_remote_code=trust_remote_code)
     with named(which):
         model = load_model(base, config)
     if source.adapter is not None:
-        model = (merged_with if merge else put_on)(which, model, source)
+        model = (merged_with if merge else with_adapters)(which, model, source)
     return suit_model(model.to(device)).eval()
 
 
 def fingerprint(model: Any) -> str:
-    """SHA-256 of a model's weights in their dtype and of the settings that its forward depends on: two models of which
-    it is equal say the same of every text, but for kernels."""
+    """Return the SHA-256 sum of a model's weights in their dtype and of the settings that its forward depends on.
+
+    Two models with equal sums compute the same for every text, but for the arithmetic of kernels."""
     settings = json.dumps(_settings(model.config.to_dict()), sort_keys=True, default=str)
     return sha256_of_bytes(f"{weights_sha256(model)} {settings}".encode())
 
 
 def _check_weights(which: str, path: str, name: str | None = None) -> None:
-    """Raises DriftError where weights are missing, cut off or may not be read, as far as names and headers tell. name:
-    of their file, where it is not one of transformers'."""
+    """Raise DriftError if weights are missing, cut off or may not be read, as far as names and headers of files tell.
+
+    name: of the file of weights, if it is not one of transformers' usual names."""
     names = [name] if name else [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
     folder = Path(path)
     try:
         why = unreadable_weights(folder)
-        if not folder.is_dir():  # what is downloaded may be gated since; a hub that does not answer: loading says it
+        # Locally first, as a downloaded model may be gated by now; if the hub does not answer, loading will say so.
+        if not folder.is_dir():
             any(has_file(path, name, local_files_only=local) for local in (True, False) for name in names)
-    except OSError as error:  # a gated model, and one that is gone
+    except OSError as error:  # of a gated model, or one that was deleted
         why = " ".join(str(error).split())
     if why:
         raise DriftError(f"{which}: the weights of {path} cannot be loaded: {why}")
 
 
 def _skeleton(which: str, path: str, trust_remote_code: bool) -> Any:
-    """The model without weights, which are there."""
+    """Return the model of a checkpoint on the meta device, without weights.
+
+    Raises DriftError: transformers cannot build it, it is no Mixture-of-Experts, or its weights are not there.
+    """
     with named(which):
         path = found_path(path)
     try:
@@ -317,7 +329,10 @@ def _skeleton(which: str, path: str, trust_remote_code: bool) -> Any:
 
 
 def _tokenizer(sources: Mapping[str, Source], chosen: str | None, trust_remote_code: bool) -> tuple[Any, str]:
-    """The tokenizer of all, and `two_templates`; one that was named explicitly is taken at the user's word."""
+    """Return the tokenizer of all checkpoints, and `Checkpoints.two_templates`. Raises DriftError: tokenizers differ.
+
+    chosen: a tokenizer that the user names for all; it is taken without a comparison.
+    """
     if chosen is not None:
         with named("--tokenizer"):
             return load_tokenizer(chosen, trust_remote_code), ""
@@ -339,6 +354,7 @@ def _tokenizer(sources: Mapping[str, Source], chosen: str | None, trust_remote_c
 
 
 def _same_tokens(ours: Any, theirs: Any, first: str, which: str) -> None:
+    """Raise DriftError if two tokenizers differ in vocabulary or in the token ids of a text of SAMPLE."""
     remedy = "If one of them is right for both, name it: --tokenizer PATH."
     if differ := sorted(differences(ours.get_vocab(), theirs.get_vocab()).items()):
         token, (a, b) = differ[0]
@@ -352,7 +368,7 @@ def _same_tokens(ours: Any, theirs: Any, first: str, which: str) -> None:
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int] | None:
-    """None where the text has characters that the tokenizer does not know."""
+    """Return the token ids of a text, or None if it has characters that the tokenizer does not know."""
     try:
         return list(tokenizer(text)["input_ids"])
     except Exception:  # tokenizers raises nothing more specific

@@ -1,4 +1,4 @@
-"""The commands of this room, as `moe_rl.cli` lists them; each imports what it needs when it is called."""
+"""Entry points of the commands of `moe_rl.drift`, as `moe_rl.cli` lists them; each imports the rest when called."""
 
 import sys
 from collections.abc import Iterator
@@ -11,7 +11,10 @@ from moe_rl.arguments import fail, parse
 
 @contextmanager
 def ending(left: str, always: bool = False) -> Iterator[None]:
-    """Say what is left of a comparison that is interrupted or, `always`, ends with any error of the system's."""
+    """Context manager: end the command with a message on an interrupt or OSError.
+
+    left: what an interrupted comparison leaves on disk, in words; with `always`, said of an OSError, too.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -22,7 +25,7 @@ def ending(left: str, always: bool = False) -> Iterator[None]:
 
 
 def drift(arguments: list[str]) -> None:
-    """`moe-rl drift`."""
+    """Run `moe-rl drift`."""
     import tyro
 
     from moe_rl.drift.options import DriftOptions
@@ -37,7 +40,8 @@ def drift(arguments: list[str]) -> None:
             tyro.conf.Positional,
             tyro.conf.arg(metavar="OLD NEW [...]", help_behavior_hint="(two or more)"),
         ] = ()
-        """Folders in hub format or of LoRA adapters, run folders, hub ids; a folder of several stands for them."""
+        """Folders in hub format or of LoRA adapters, run folders, hub ids; a folder of several checkpoints stands for
+        them."""
 
     options = parse(Options, arguments, "moe-rl drift")
     from moe_rl.drift.checkpoints import chosen
@@ -59,7 +63,7 @@ def drift(arguments: list[str]) -> None:
 
 
 def floor(arguments: list[str]) -> None:
-    """`moe-rl floor`."""
+    """Run `moe-rl floor`."""
     from moe_rl.drift.options import FloorOptions
 
     options = parse(FloorOptions, arguments, "moe-rl floor")
@@ -71,7 +75,7 @@ def floor(arguments: list[str]) -> None:
 
 
 def check_routes(arguments: list[str]) -> None:
-    """`moe-rl check-routes`."""
+    """Run `moe-rl check-routes`, and exit with its status."""
     from moe_rl.drift.options import CheckOptions
 
     options = parse(CheckOptions, arguments, "moe-rl check-routes")
@@ -81,7 +85,7 @@ def check_routes(arguments: list[str]) -> None:
 
 
 def compare_routes(arguments: list[str]) -> None:
-    """`moe-rl compare-routes`."""
+    """Run `moe-rl compare-routes`, and exit with its status."""
     from moe_rl.drift.options import CompareOptions
 
     options = parse(CompareOptions, arguments, "moe-rl compare-routes")

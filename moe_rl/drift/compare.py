@@ -1,5 +1,8 @@
-"""`moe-rl compare-routes OLD NEW`: two captures of the routes of the same tokens, against each other and without a
-model: what changed, by the definitions of `moe_rl.routing.change`, and which fault is no change of routing."""
+"""`moe-rl compare-routes OLD NEW`: the comparison of two captures of routes of the same tokens, without a model.
+
+The comparison counts what changed, by the definitions of `moe_rl.routing.change`, and names faults that are no change
+of routing.
+"""
 
 import dataclasses
 import json
@@ -13,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from moe_rl.drift.capture_files import likely_padding, read_capture
-from moe_rl.drift.captured import LAYERS, PREFIXES, UNROUTED, Captured, Finding, OwnRoutes, Work, routed
+from moe_rl.drift.captured import LAYERS, PREFIXES, UNROUTED, Captured, Finding, OwnRoutes, TokenRows, routed
 from moe_rl.drift.change_tables import SITE_COLUMNS, by_cluster, changed_in, intervals_of, site_table
 from moe_rl.drift.compare_rows import PARTS, cut_sets, hash_routed, parts_apart, placed
 from moe_rl.drift.errors import DriftError
@@ -29,17 +32,20 @@ from moe_rl.routing.arrays import pad_left_aligned
 from moe_rl.study.words import count
 
 LARGEST = 65534
-"""Largest id of an expert that can be packed."""
+"""Largest expert id that `moe_rl.routing` can pack."""
 WRITTEN = "compare.json", "sites.csv"
 MEASURED = (
     "change", "clusters", "clusters_are_prompts", "loads", "loads_left_out", "slot_change_of_other_tokens",
     "slot_change_once_undone",
 )  # fmt: skip
-"""What compare.json says of tokens that are compared, besides `by_site`; null where there are none."""
+"""Entries of compare.json about the compared tokens, besides `by_site`; null if no token is compared."""
 
 
 def run_compare(options: CompareOptions) -> int:
-    """Print the comparison, and write it where that is asked for; 0, or 1 if a fault was found. Raises DriftError."""
+    """Print the comparison, and write it to `options.output` if given.
+
+    Returns 0, or 1 if there is a fault or no token to compare. Raises DriftError.
+    """
     output = None if options.output is None else output_folder(options.output, options.output, WRITTEN)
     results = compared(options)
     if output is not None:
@@ -52,8 +58,9 @@ def run_compare(options: CompareOptions) -> int:
 
 
 def compared(options: CompareOptions) -> dict[str, Any]:
-    """All that compare.json holds; null where a number does not exist. A token is compared if it has a route at every
-    site in both files.
+    """Compare two files, and return all that compare.json holds, with null for a number that does not exist.
+
+    A token is compared if it has a route at every site in both files.
 
     Raises DriftError: a file that cannot be read, or files of other sequences, tokens, layers, top-k or experts.
     """
@@ -65,11 +72,11 @@ def compared(options: CompareOptions) -> dict[str, Any]:
     lengths = [len(tokens) for tokens in old.tokens]
     words = pad_left_aligned([torch.from_numpy(tokens.astype(np.int64)) for tokens in old.tokens], -1).numpy()
     cut = [[ids[:, chosen] for ids in file.ids] for file, chosen in zip(files, layers, strict=True)]
-    laid = [placed(cut[0], cut[1], lengths, str(old.path)), placed(cut[1], cut[0], lengths, str(new.path))]
-    tables = hash_routed([ids for ids, _, _ in laid], words)
+    padded_rows = [placed(cut[0], cut[1], lengths, str(old.path)), placed(cut[1], cut[0], lengths, str(new.path))]
+    tables = hash_routed([ids for ids, _, _ in padded_rows], words)
     experts = known or (LARGEST + 1,) * len(sites)
     ids, held_by = [], []
-    for side, (one, rows, said) in zip(("OLD", "NEW"), laid, strict=True):
+    for side, (one, rows, said) in zip(("OLD", "NEW"), padded_rows, strict=True):
         there, more = routed(one, rows, lengths, tables, sites, experts)
         findings += _of(side, said + more)
         held_by.append(there)
@@ -77,7 +84,7 @@ def compared(options: CompareOptions) -> dict[str, Any]:
     held = np.logical_and(*held_by)
     found: dict[str, Any] = {**dict.fromkeys(MEASURED), "by_site": []}
     if held.any():
-        work = Work.of(ids[1], held_by[1], old.tokens)
+        work = TokenRows.of(ids[1], held_by[1], old.tokens)
         own = OwnRoutes(ids[0], ids[0], sites, experts, tuple(range(len(sites))), len(sites))
         chance, undone = _explained(work, own)
         findings += _of("NEW against OLD", work.findings)
@@ -110,13 +117,17 @@ def compared(options: CompareOptions) -> dict[str, Any]:
 
 
 def _of(side: str, findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings with the name of their side (OLD or NEW) before their text."""
     return [dataclasses.replace(finding, text=f"{side}: {finding.text}") for finding in findings]
 
 
-def _explained(work: Work, own: OwnRoutes) -> tuple[float, float | None]:
-    """How much agrees with routes of other tokens, and the change of slots once a shift or an order of layers is
-    undone, over all tokens that it leaves; None where there is neither, of renamed ids, which were found on some tokens
-    only, and where a part is of other tokens. Notes the faults."""
+def _explained(work: TokenRows, own: OwnRoutes) -> tuple[float, float | None]:
+    """Search for a fault that explains the differences, and add what is found to `work.findings`.
+
+    Returns two fractions of slots: those that agree with routes of other tokens, and those that change once the found
+    shift or order of layers is undone, over all tokens that then have a partner. The second is None if nothing was
+    found to undo, if ids are renamed (the renaming was fitted on some tokens only), or if a part of the rows belongs to
+    other tokens."""
     simple, best = search(work, own, tuple(range(len(own.sites))))
     a, b, rows = pairs_of(work, own, best.shift)
     agree, chance = best.slots(a, b), by_chance(work, own, best)
@@ -135,8 +146,9 @@ def _explained(work: Work, own: OwnRoutes) -> tuple[float, float | None]:
 
 
 def _notes(old: Captured, new: Captured, told: bool) -> list[Finding]:
-    """How the files were read, and what about them may be meant otherwise. told: whether a fault was, which padding
-    of one sequence may be."""
+    """Return notes on how the files were read, on missing log-probabilities, one file twice, and probable padding.
+
+    told: whether a fault was found, which may come from padding; then padding of a single sequence is noted, too."""
     sides = {"OLD": old, "NEW": new}
     said = [Finding("as read", f"{side}: {text}", False) for side, file in sides.items() for text in file.notes]
     if old.path.resolve() == new.path.resolve():
@@ -152,7 +164,7 @@ def _notes(old: Captured, new: Captured, told: bool) -> list[Finding]:
 
 
 def _check_alike(old: Captured, new: Captured, top_k: int | None) -> int:
-    """K of both. Raises DriftError where they are not of the same tokens, or hold what cannot be compared."""
+    """Return K, the experts per token of both files. Raises DriftError: tokens or K differ, or ids are out of range."""
     slots, first, second = [], old.path, new.path
     for file in (old, new):
         try:
@@ -190,16 +202,18 @@ def _check_alike(old: Captured, new: Captured, top_k: int | None) -> int:
 
 
 def _paired(old: Captured, new: Captured) -> tuple[list[tuple[int, ...]], tuple[str, ...], list[Finding]]:
-    """The layers of each file that are compared: those of one name where both files have names, else of one number or,
-    in files of other depths, in the order of those that hold routes. Their names, and what is left out: layers that
-    hold nothing, a fault where the other file has routes there."""
+    """Return the layers to compare of each file, the names of their sites, and findings on layers that are left out.
+
+    Layers are paired by name if both files have names, else by index or, if the files differ in depth, by the order of
+    the layers that hold routes. Layers without routes are left out, with a fault if the other file has routes there.
+    Raises DriftError: the layers of the files cannot be paired."""
     files, columns = (old, new), [list(range(file.shape()[0])) for file in (old, new)]
     if old.sites is not None and new.sites is not None:
         if alone := sorted(set(old.sites) ^ set(new.sites)):
             where = old.path if alone[0] in old.sites else new.path
             raise DriftError(f"site {alone[0]} is only in {where} (one of {len(alone)}): routes of different models?")
         columns[1] = [new.sites.index(site) for site in old.sites]
-    least = int(old.sites is None or new.sites is None)  # zeros of a file without names may be no routes
+    least = int(old.sites is None or new.sites is None)  # without names, zeros may mean no routes
     held = [
         [i for i, c in enumerate(chosen) if any((ids[:, c] >= least).any() for ids in file.ids)]
         for file, chosen in zip(files, columns, strict=True)
@@ -215,7 +229,7 @@ def _paired(old: Captured, new: Captured) -> tuple[list[tuple[int, ...]], tuple[
         if either and (zeros := [names[i] for i in columns[0] if i not in either]):
             text = f"layers {zeros} are all zeros (or -1) in both files: dense, or not captured; they are in no rate"
             notes.append(Finding("layers of zeros", text, fault=False))
-        held = [sorted(both or either or columns[0])] * 2  # of a file without any, all: that is said
+        held = [sorted(both or either or columns[0])] * 2  # all layers if none has routes: `routed` reports that
     if len(held[0]) != len(held[1]) or not held[0]:
         raise DriftError(f"{new.path} has routes in {said[1]}, {old.path} in {said[0]}: capture the same layers")
     if not alike:
@@ -228,8 +242,10 @@ def _paired(old: Captured, new: Captured) -> tuple[list[tuple[int, ...]], tuple[
 def _experts(
     options: CompareOptions, files: Sequence[Captured], layers: Sequence[Sequence[int]]
 ) -> tuple[int, ...] | None:
-    """Of each site, where the files or `--experts` say it. Raises DriftError where they do not agree, or nothing says
-    it and an id is the largest of an unsigned kind, which a -1 becomes."""
+    """Return the number of experts of each site if the files or `--experts` say it, else None.
+
+    Raises DriftError: they do not agree, or nothing says it and an id is the largest of an unsigned dtype, which -1
+    becomes in it."""
     pairs = zip(files, layers, strict=True)
     known = {tuple(file.experts[c] for c in chosen) for file, chosen in pairs if file.experts is not None}
     if options.experts is not None:
@@ -256,8 +272,10 @@ def _counted(
     experts: tuple[int, ...] | None,
     fixed: Sequence[str],
 ) -> dict[str, Any]:
-    """Change and load over the tokens of `mask`, and by site. Intervals are over `clusters`, of equal numbers. fixed:
-    hash-routed sites, which may name an expert twice."""
+    """Return routing change and expert load over the tokens of `mask`, and a table by site.
+
+    clusters: of each sequence the number of its cluster; intervals are over clusters. fixed: hash-routed sites, whose
+    rows may name an expert twice."""
     old, new, mask, clusters = (part[mask.any(1)] for part in (old, new, mask, clusters))
     slots = (slot_change(old, new) * old.shape[-1]).round().long()
     counts = dataclasses.replace(change_counts(old, new, mask), sites=sites)
@@ -268,7 +286,7 @@ def _counted(
         try:
             for side, ids in (("old", old), ("new", new)):
                 whole[side] = RoutedExperts(ids, sites, experts, meta={"hash_routed": fixed})
-        except RoutingError as error:  # ids that no expert has, or one twice
+        except RoutingError as error:  # an id that no expert has, or an expert twice in a row
             whole, why = {}, str(error)
     for side, routes in whole.items():
         balance = balance_metrics(expert_load(routes, mask))
@@ -285,8 +303,10 @@ def _counted(
 
 
 def _gaps(old: Captured, new: Captured) -> dict[str, Any] | None:
-    """How far the log-probabilities are apart, d = NEW - OLD, over tokens with a finite one in both files; None where
-    no token has. `left_out`: tokens with one that is not finite, or in one file only."""
+    """Return how far the files' log-probabilities are apart, d = NEW - OLD, over tokens that are finite in both.
+
+    None if there is no such token. `left_out`: tokens with a log-probability that is not finite, or in one file
+    only."""
     if old.logps is None or new.logps is None:
         return None
     a, b = (np.concatenate(logps) for logps in (old.logps, new.logps))
@@ -302,7 +322,7 @@ def _gaps(old: Captured, new: Captured) -> dict[str, Any] | None:
 
 
 def verdict(found: Mapping[str, Any], faults: Sequence[str]) -> str:
-    """One sentence."""
+    """Return one sentence, or two: how much changed, and which faults were found."""
     if not found["change"]:
         return f"Nothing can be compared: no token has routes in both files{': ' * bool(faults)}{', '.join(faults)}."
     parts = []
@@ -321,7 +341,7 @@ def verdict(found: Mapping[str, Any], faults: Sequence[str]) -> str:
 
 
 def page(results: Mapping[str, Any]) -> list[str]:
-    """Verdict, findings, what was compared, and a line per site, as text."""
+    """Return the lines to print: verdict, findings, what was compared, and a line per site."""
     without, loads, gaps, rows = (results[name] for name in ("without_route", "loads", "logprobs", "by_site"))
     lines = [results["verdict"], ""]
     lines += [f"  {'fault' if f['fault'] else 'note'}: {f['name']}: {f['text']}" for f in results["findings"]]

@@ -1,4 +1,4 @@
-"""Rows of two captures of the same tokens: where they belong, and which of them are no routes of these tokens."""
+"""Rows of two captures of the same tokens: placing them at tokens, and finding rows that belong to other tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from moe_rl.drift.captured import PREFIXES, UNROUTED, Finding, laid, twice
+from moe_rl.drift.captured import PREFIXES, UNROUTED, Finding, padded_rows, twice
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.route_check import clearly
 from moe_rl.drift.route_search import SEARCHED, slots_of
@@ -14,18 +14,21 @@ from moe_rl.drift.words import percent
 from moe_rl.study.words import count
 
 RUN = 8
-"""Fewest tokens of a site or a sequence that are looked at by themselves."""
+"""Fewest tokens of a site or of a part of a sequence that are judged by themselves."""
 PARTS = "parts not told apart"
-"""The fault of a site or a run of tokens that agrees as routes of other tokens do, while the rest does not."""
+"""Name of the fault of a site or a run of tokens that agrees no better than routes of other tokens do."""
 
 
 def placed(
     ids: Sequence[np.ndarray], other: Sequence[np.ndarray], lengths: Sequence[int], name: str
 ) -> tuple[Int[np.ndarray, "B T L K"], Bool[np.ndarray, "B T"], list[Finding]]:
-    """The rows of a file at their tokens. Where sequences have fewer than tokens less one, these are of the first
-    tokens, the last or the last but one, in all of them alike: where they agree best with `other`.
+    """Place the rows of a file at their tokens; returns ids, a mask of the tokens with a row, and findings.
 
-    Raises DriftError where no place is clearly best."""
+    If sequences have fewer rows than their tokens less one, the rows are taken for those of the first tokens, of the
+    last ones, or of the last ones but one, alike in all these sequences: the place that agrees best with `other`, the
+    rows of the other file. lengths: tokens of each sequence. name: of the file, in messages.
+
+    Raises DriftError: no place is clearly best."""
     start, said = np.zeros(len(ids), int), []
     if short := [b for b, n in enumerate(lengths) if len(ids[b]) < n - 1]:
         first = f"first sequence {short[0]} ({len(ids[short[0]])} rows for {count(lengths[short[0]], 'token')})"
@@ -34,13 +37,14 @@ def placed(
             [ids[b] for b in short], [other[b] for b in short], lengths, short, many, name
         )
         said.append(Finding(PREFIXES if start[short].any() else UNROUTED, f"{many}{where}"))
-    found, rows, more = laid(ids, start, lengths)
+    found, rows, more = padded_rows(ids, start, lengths)
     return found, rows, said + more
 
 
 def _best_place(
     ids: list[np.ndarray], other: list[np.ndarray], lengths: Sequence[int], short: list[int], many: str, name: str
 ) -> tuple[np.ndarray, str]:
+    """Return the first token that each short sequence's rows belong to, and in words why. Raises DriftError."""
     mine = np.concatenate(ids)
     if not len(mine):
         return np.zeros(len(short), int), ": no row at all"
@@ -59,7 +63,7 @@ def _best_place(
         rate = float(agree.mean()) if held.any() else 0.0
         found.append((rate, tokens, start))
     (best, tokens, start), (second, *_), _ = sorted(found, key=lambda each: -each[0])
-    if best - second <= 3 * (0.5 / mine.size) ** 0.5:  # what two rates of so many slots differ by, at most, by chance
+    if best - second <= 3 * (0.5 / mine.size) ** 0.5:  # the most that two rates of so many slots differ by chance
         raise DriftError(
             f"{name}: {many}, which fit no tokens clearly (the best place agrees in {percent(best)} of slots, the next "
             f"in {percent(second)}). Give every token a row, of -1 where it has no route"
@@ -68,8 +72,9 @@ def _best_place(
 
 
 def hash_routed(both: Sequence[Int[np.ndarray, "B T L K"]], tokens: Int[np.ndarray, "B T"]) -> Bool[np.ndarray, " L"]:
-    """Sites whose experts are a table over token ids: an expert twice in a row, and of each token id the same row
-    everywhere in both files."""
+    """Return a bool mask of the sites whose experts are a table over token ids (hash routing).
+
+    Such a site names an expert twice in some row, and has the same row for a token id everywhere in both files."""
     words = np.concatenate([tokens, tokens])
     captured: Any = np.concatenate([ids.any((2, 3)) for ids in both])
     repeats: Any = np.any([twice(ids).any((0, 1)) for ids in both], axis=0)
@@ -83,8 +88,10 @@ def hash_routed(both: Sequence[Int[np.ndarray, "B T L K"]], tokens: Int[np.ndarr
 
 
 def cut_sets(ids: Int[np.ndarray, "B T L K"], held: Bool[np.ndarray, "B T"]) -> list[Finding]:
-    """A fault where groups of layers never name an expert twice, which groups of rows of different tokens do at least
-    20 times: each layer is then a part of a set of more than K experts."""
+    """Return a fault if the captured layers seem to be parts of one layer with more than K experts per token.
+
+    The sign: m layers in a row never name an expert twice between them, while rows of different tokens, put together in
+    the same way, do so at least 20 times."""
     found = ids[held][:SEARCHED]
     n, L, K = found.shape
     generator = np.random.default_rng(0)
@@ -105,13 +112,17 @@ def parts_apart(
     sites: Sequence[str],
     K: int,
 ) -> list[Finding]:
-    """Sites, and runs of RUN or more tokens of a sequence, that do not agree clearly better than routes of other tokens
-    do while all together does. agree: slots of each token at each site; chance: the same with other tokens."""
+    """Return a fault if some sites or runs of tokens agree no better than routes of other tokens do.
+
+    Each site and each run of RUN or more tokens of a sequence is judged: it must agree less than the mean of all by
+    more than chance, and not clearly better than by chance. agree: the share of slots that agree, of each token at each
+    site. chance: the mean at each site with the routes of other tokens. K: experts per token."""
     tokens = np.mean(list(agree.values()), axis=0)
     mean, usual = float(tokens.mean()), float(np.mean(list(chance.values())))
     said = []
 
     def odd(values: np.ndarray, by_chance: float, slots: int) -> bool:
+        """Return whether these tokens, of so many slots each, agree too little."""
         rate, spread = float(values.mean()), 4 * (mean * (1 - mean) / (len(values) * slots)) ** 0.5
         return rate < mean - spread and not clearly(rate, by_chance)
 

@@ -1,5 +1,7 @@
-"""How far a model's log-probabilities are from those that an engine gave the same tokens, and how much of that is
-routing: live, and with the engine's routes replayed. Beside it the same of the model's copy in other arithmetic."""
+"""The gap between a model's log-probabilities and those of an engine for the same tokens, and routing's share of it.
+
+The model is scored live, and with the engine's routes replayed. The same is done with the model's copy in other
+arithmetic in place of the engine."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from moe_rl.routing.arrays import pad_left_aligned
 from moe_rl.study.words import count
 
 MOST = ARITHMETIC[torch.bfloat16].most
-"""Nats of mean gap beyond which it is no arithmetic, as for the engines of a run."""
+"""The largest mean gap, nats, that arithmetic can explain; the same limit as for the rollout engines of a run."""
 FAULTY = "the captured routes are not the model's as they stand, and must be right first."
 FAR = (
     f"a mean gap above {MOST:g} nats is more than arithmetic explains. Another temperature (--temperature), processed "
@@ -35,13 +37,13 @@ def engine_gap(
     copies: Sequence[Scored],
     result: RouteCheck,
 ) -> EngineGap | None:
-    """None where the engine gave no measured token a log-probability.
+    """Return the gap to the engine's log-probabilities, or None if no token has a finite one of the engine.
 
-    texts: the captured sequences in batches, without padding on the left, that measure the tokens with a finite
-    log-probability of the engine. live, copies: what the model and its copy in other arithmetic say of each. result:
-    what was found of the routes: they are replayed only if that is no fault.
+    texts: the captured sequences in batches, without padding on the left; their completion mask is True on the tokens
+    with a finite log-probability of the engine. live, copies: scores of the model and of its copy in other arithmetic,
+    for each text. result: of the check of the routes, which are replayed only if it has no fault.
 
-    Raises CannotRun where log-probabilities of the model are not finite, RoutingError for routes that cannot be forced.
+    Raises CannotRun: log-probabilities of the model are not finite; RoutingError: routes that cannot be forced.
     """
     given = [] if captured.logps is None else [torch.from_numpy(logps) for logps in captured.logps]
     measured = [int(logps.isfinite().sum()) for logps in given]
@@ -69,22 +71,26 @@ def engine_gap(
 
 
 def _missing(captured: Captured) -> str:
-    """Why nothing is replayed where rows have no route: tokens behind them inherit what the model chooses there."""
+    """Return in words how many tokens lack a route, empty if none does.
+
+    If a token lacks a route, nothing is replayed: the tokens behind would depend on what the model chooses there.
+    """
     pairs = zip(captured.tokens, captured.ids, strict=True)
     holes = sum(int((ids[: len(tokens) - 1] < 0).any((1, 2)).sum()) for tokens, ids in pairs)
     return f"{count(holes, 'token')} without all of {'its' if holes == 1 else 'their'} routes." if holes else ""
 
 
 def other_arithmetic(model: nn.Module) -> torch.dtype:
-    """Of the copy that says what arithmetic alone does."""
+    """Return the dtype of the copy that shows what arithmetic alone does: bf16 for a model in fp32, else fp32."""
     return torch.bfloat16 if next(model.parameters()).dtype == torch.float32 else torch.float32
 
 
 def _gaps(
     texts: Sequence[TokenBatch], live: Sequence[Scored], others: Sequence[Scored], model: nn.Module | None = None
 ) -> Gaps:
-    """`gap_split` of the model against others, null where it is not finite; without `model`, which is to be scored with
-    the others' routes, only what needs no replay."""
+    """Return `gap_split` of the model's scores `live` against the scores `others`, None for what is not finite.
+
+    model: is scored again with the routes of `others`; None leaves out all entries that need this replay."""
     natural, replayed = [], []
     for text, own, other in zip(texts, live, others, strict=True):
         logps = own.logps if model is None else score_replayed(model, text, other.routes, own.routes)
@@ -98,7 +104,10 @@ def _gaps(
 
 
 def _routes(captured: Captured, rows: slice, own: RoutedExperts, result: RouteCheck) -> RoutedExperts:
-    """Captured routes in the layout of `own`. A sequence's last token is live: it predicts none, and may have none."""
+    """Return the captured routes of some sequences in the layout of `own`.
+
+    The last token of a sequence is left to live routing: it predicts no token, and may have no captured route.
+    """
     ids = np.full(own.shape, -1)
     layers = [row.layer for row in result.rows]
     for place, tokens, held in zip(ids, captured.tokens[rows], captured.ids[rows], strict=True):
@@ -110,7 +119,7 @@ COLUMNS = ("gap_mean", "gap_p99", "gap_max", "k3", "outside_fraction")
 
 
 def gap_lines(gap: EngineGap) -> list[str]:
-    """As text: what routing makes, a table, what it is of."""
+    """Return the lines to print: a sentence on the share of routing, a table, and what the numbers mean."""
     engine, copy = gap.engine, gap.copy
     said = f"The model is {number(engine['gap_mean'])} nats from the engine's log-probabilities in the mean"
     if gap.not_replayed:

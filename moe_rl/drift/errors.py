@@ -1,5 +1,5 @@
-"""The error of `moe-rl drift`."""
+"""The error that the commands of `moe_rl.drift` raise for bad input."""
 
 
 class DriftError(ValueError):
-    """Checkpoints, text or options that do not go together; the message says which, and what to do."""
+    """Error for checkpoints, text, files or options that are wrong or do not go together; it says what to do."""

@@ -1,7 +1,7 @@
-"""Figures of `moe-rl drift`: what two checkpoints route otherwise on one text, beside what equal weights do; and their
-log-ratios: the parts, by level and by site, and the tails.
+"""Figures of `moe-rl drift`: routing changes between two checkpoints on one text, and the parts of their log-ratio.
 
-Each takes tables and a note that ends its caption."""
+Changes are drawn beside the noise floor at equal weights; log-ratios by part and level, by site, and by their tails.
+Each function takes tables and a note that ends the caption."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from moe_rl.study.figures.saving import StudyFigure, styled
 from moe_rl.study.figures.style import GREY, label_bar, legend_above, log_y, panels, plain
 from moe_rl.study.floors import floor_rates
 
-# Lightness differs (L* 53, 30, 66), as does every marker: readable in grey.
+# Lightness (L* 53, 30, 66) and markers differ, so that the lines can be told apart in grey.
 LOOKS: dict[str, dict[str, Any]] = {
     "natural": {"color": "#D55E00", "ls": "-", "marker": "o", "label": "natural: what the ratio sees"},
     "replayed": {"color": "#0B4A8F", "ls": (0, (5, 1.6)), "marker": "s", "label": "replayed: weights alone"},
@@ -25,12 +25,12 @@ LOOKS: dict[str, dict[str, Any]] = {
 }
 PARTS = {"weight": "#0B4A8F", "routing": "#27B08B", "interaction": "#B0B0B0"}
 FEWEST = 30
-"""Tokens or choices of a bin that is drawn."""
+"""Fewest tokens or choices of a bin that is drawn."""
 
 
 @styled
 def change_by_site(sites: pd.DataFrame, floor: pd.DataFrame, note: str) -> StudyFigure:
-    """Slot and site change with their noise floor, load and margins along the depth of the model."""
+    """Draw slot and site change with their noise floor, moved load, and margins along the depth of the model."""
     figure, axes = panels(1, 3, 2.5, sharex=True)
     x, common = range(len(sites)), _depth_axis(axes[0], sites)
     left, middle, right = axes[0]
@@ -69,7 +69,7 @@ def change_by_site(sites: pd.DataFrame, floor: pd.DataFrame, note: str) -> Study
 
 @styled
 def change_by_position(positions: pd.DataFrame, floor: pd.DataFrame, note: str) -> StudyFigure:
-    """Change rates and their noise floor along the measured text, in bins that widen."""
+    """Draw change rates and their noise floor by position in the measured text, in bins that widen."""
     binned = _widening(positions)
     equal = [_widening(part).assign(variant=variant) for variant, part in floor.groupby("variant", sort=False)]
     for name, total in (("slot", "slots"), ("site", "sites"), ("token", "tokens")):
@@ -106,8 +106,10 @@ def change_by_position(positions: pd.DataFrame, floor: pd.DataFrame, note: str) 
 
 
 def _widening(positions: pd.DataFrame) -> pd.DataFrame:
-    """Sums over bins of positions: single ones up to 8, then wider and wider, and joined with the next ones until they
-    hold `FEWEST` tokens; `first` and `last` of each."""
+    """Sum a table over bins of positions, with the `first` and `last` position of each bin.
+
+    The first 8 positions are bins of their own, later bins are wider and wider; each is joined with the next ones until
+    it holds `FEWEST` tokens."""
     edges = np.unique(np.concatenate([np.arange(0, 8), np.geomspace(8, 1e7, 60).astype(int)]))
     place = np.searchsorted(edges, positions["position"], side="right")
     totals = np.bincount(place, positions["tokens"])
@@ -117,7 +119,7 @@ def _widening(positions: pd.DataFrame) -> pd.DataFrame:
         filled += tokens
         if filled >= FEWEST:
             number, filled = number + 1, 0
-    bins = np.minimum(bins, max(number - 1, 0))  # what is left over belongs to the bin before
+    bins = np.minimum(bins, max(number - 1, 0))  # a last bin with too few tokens joins the one before
     binned = positions.groupby(bins[place]).agg(
         first=("position", "min"),
         last=("position", "max"),
@@ -130,8 +132,10 @@ def _widening(positions: pd.DataFrame) -> pd.DataFrame:
 def flips(
     counts: np.ndarray, deviation: np.ndarray, overdispersion: float, floor: Mapping[str, pd.DataFrame], note: str
 ) -> StudyFigure:
-    """Sites changed on a token and slots changed at a site, against independence and equal weights (`floor`: tables
-    `flips` and `deviation`, one column per floor)."""
+    """Draw histograms of sites changed per token and of slots changed per site, with the binomial and the noise floor.
+
+    counts, deviation: how many tokens have 0..L sites changed, and how many (token, site) pairs 0..K slots. floor: the
+    tables `flips` and `deviation`, one column per floor."""
     figure, axes = panels(1, 2, 2.5)
     parts = []
     for ax, kind, values, x_label, unit in (
@@ -171,7 +175,7 @@ def flips(
 
 @styled
 def margins(table: pd.DataFrame, note: str) -> StudyFigure:
-    """How often a choice changed, by how close it was."""
+    """Draw the share of choices that changed by the margin of the old choice, and a histogram of the margins."""
     figure, axes = panels(1, 2, 2.4, sharex=True)
     shown = table[np.isfinite(table["high"]) & (table["low"] > 0)]
     middle = np.sqrt(shown["low"] * shown["high"])
@@ -210,14 +214,14 @@ def margins(table: pd.DataFrame, note: str) -> StudyFigure:
 
 @styled
 def load_by_expert(experts: pd.DataFrame, note: str) -> StudyFigure:
-    """Share of the load that each expert gained or lost, site by expert."""
+    """Draw a heat map of the share of the load that each expert gained or lost, site by expert."""
     sites = list(dict.fromkeys(experts["site"]))
     table = experts.copy()
     for name in ("old", "new"):
         table[f"{name}_share"] = table[name] / table.groupby("site")[name].transform("sum")
     table["gain"] = table["new_share"] - table["old_share"]
     grid = 100 * table.pivot(index="site", columns="expert", values="gain").loc[sites].to_numpy()
-    top = float(np.nanmax(np.abs(grid), initial=0)) or 1.0  # NaN: an expert that the site lacks
+    top = float(np.nanmax(np.abs(grid), initial=0)) or 1.0  # NaN marks experts that a site does not have
     figure, axes = panels(1, 1, float(np.clip(0.9 + 0.2 * len(sites), 1.8, 5)))
     ax = axes[0, 0]
     image = ax.imshow(grid, aspect="auto", cmap="PuOr", vmin=-top, vmax=top, interpolation="nearest")
@@ -242,7 +246,10 @@ def load_by_expert(experts: pd.DataFrame, note: str) -> StudyFigure:
 
 @styled
 def decomposition(rows: Mapping[str, float | int], note: str) -> StudyFigure:
-    """Shares of variance by level, and what averaging does to each part."""
+    """Draw each part's share of Var(log r), by token and by sequence mean, and its design effect.
+
+    rows: the entries of `Shares.rows`, NaN for a number that does not exist.
+    """
     figure, axes = panels(1, 2, 2.5, width_ratios=[1.6, 1])
     left, right = axes[0]
     table = []
@@ -282,7 +289,7 @@ def decomposition(rows: Mapping[str, float | int], note: str) -> StudyFigure:
 
 @styled
 def decomposition_by_site(sites: pd.DataFrame, note: str) -> StudyFigure:
-    """What each site's routes do to the log-ratio: it alone, and it last."""
+    """Draw the effect of each site's routes on the log-ratio if it alone is not replayed, and if it alone is."""
     figure, axes = panels(1, 2, 2.5, sharex=True)
     x, common = range(len(sites)), _depth_axis(axes[0], sites)
     for kind, look in (("alone", LOOKS["natural"]), ("last", LOOKS["replayed"])):
@@ -308,7 +315,7 @@ def decomposition_by_site(sites: pd.DataFrame, note: str) -> StudyFigure:
 
 @styled
 def log_ratios(tails: pd.DataFrame, by_flips: pd.DataFrame, note: str) -> StudyFigure:
-    """Tail of |log r|, and its variance by flips, natural against replayed."""
+    """Draw the tails of |log r|, and the variance of log r by the number of sites changed, natural and replayed."""
     figure, axes = panels(1, 2, 2.7)
     left, right = axes[0]
     for kind, look in LOOKS.items():
@@ -347,7 +354,7 @@ def log_ratios(tails: pd.DataFrame, by_flips: pd.DataFrame, note: str) -> StudyF
 
 
 def _depth_axis(axes: Sequence[Axes], sites: pd.DataFrame) -> str:
-    """Sites along the x axis, shallow to deep; returns the pattern of their names."""
+    """Label the x axes with the sites, shallow to deep, and return the pattern that all names have in common."""
     short, common = short_sites(list(sites["site"]))
     step = max(1, -(-len(short) // 12))
     for ax in axes:
@@ -357,10 +364,11 @@ def _depth_axis(axes: Sequence[Axes], sites: pd.DataFrame) -> str:
 
 
 def _from_zero(ax: Axes) -> None:
-    """Rates start at 0, and the highest marker is not cut."""
+    """Let the y axis begin at 0, and end so high that no marker is cut."""
     values = [np.nanmax(np.asarray(line.get_ydata(), dtype=float), initial=0) for line in ax.get_lines()]
     ax.set_ylim(0, 1.07 * max(values, default=0) or 1)
 
 
 def _whole(value: float) -> str:
+    """Return a number rounded to an integer, as text; a dash if it is not finite."""
     return f"{round(value)}".replace("-", "−") if np.isfinite(value) else "–"

@@ -1,6 +1,6 @@
 """The noise floor of a comparison: the old checkpoint against itself in the variants of `moe_rl.measure.noise_floor`.
 
-What they change is no work of the new checkpoint.
+The variants show which changes arithmetic alone makes, without a new checkpoint.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from moe_rl.study.floors import FLOORS
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """What one kind of arithmetic changed."""
+    """Routing changes, and gaps of log-probabilities in nats, that one variant of the arithmetic makes."""
 
     detail: str
     counts: ChangeCounts
@@ -29,6 +29,7 @@ class Variant:
 
     @staticmethod
     def of(detail: str, old: Scored, new: Scored, mask: Tensor) -> "Variant":
+        """Count what changed between two scorings of one batch, on the tokens of `mask`."""
         gap = (new.logps - old.logps).abs()[mask]
         return Variant(
             detail,
@@ -44,9 +45,10 @@ class Variant:
 
 
 class Floor:
-    """Measured on the first batches, until `sequences` of them were seen; 0 measures nothing.
+    """The noise floor of the old checkpoint, measured on its first batches.
 
-    `add` while the old model is at hand; then read `results`, `sites`, `positions` and `histograms`.
+    Batches are measured until `sequences` sequences were seen; 0 measures nothing. Call `add` while the old model is in
+    memory; then read `results`, `sites`, `positions` and `histograms`.
     """
 
     def __init__(self, sequences: int):
@@ -56,7 +58,7 @@ class Floor:
         self._noise_floor = NoiseFloor()
 
     def add(self, model: nn.Module, text: TokenBatch, before: Scored) -> None:
-        """Score a batch again in every variant; `before` is `score_live(model, text)`."""
+        """Score a batch again in every variant, unless enough were seen. before: `score_live(model, text)`."""
         if self.seen >= self.sequences:
             return
         self.seen += len(text.input_ids)
@@ -67,14 +69,17 @@ class Floor:
             self.close()
 
     def close(self) -> None:
-        """Let go of the bf16 copy: its memory is wanted elsewhere."""
+        """Free the memory of the bf16 copy."""
         self._noise_floor.close()
 
-    # -- what it comes to -----------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------
 
     def results(self) -> dict[str, Any]:
-        """`sequences` measured; `left_out`: variant -> why this model or machine cannot run it; `variants`: `slot`,
-        `site`, `token` (rate, changed, of) of each, and `gap_mean`, `gap_max` of log-probabilities, nats."""
+        """Return the floor as one mapping, for JSON.
+
+        `sequences`: how many were measured; `left_out`: variant -> why this model or machine cannot run it; `variants`:
+        variant -> `detail`, `slot`, `site` and `token` (rate, changed, of), and `gap_mean`, `gap_max` of
+        log-probabilities, nats."""
         variants = {
             name: {
                 "detail": variant.detail,
@@ -87,21 +92,24 @@ class Floor:
         return {"sequences": self.seen, "left_out": self._noise_floor.left_out, "variants": variants}
 
     def sites(self) -> pd.DataFrame:
-        """One row per variant and routing site, as the comparison's own table."""
+        """Return a table of one row per variant and routing site, with the columns of `site_table`."""
         parts = [site_table(variant.counts, variant=name) for name, variant in self._measured().items()]
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["variant", *SITE_COLUMNS])
 
     def positions(self) -> pd.DataFrame:
-        """One row per variant and position in the measured text."""
+        """Return a table of one row per variant and position in the measured text."""
         parts = [v.positions.table(v.counts).assign(variant=name) for name, v in self._measured().items()]
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["variant", "position"])
 
     def histograms(self) -> dict[str, pd.DataFrame]:
-        """`flips` (share of tokens by sites changed) and `deviation` (share of sites by slots changed): one column per
-        floor; of the own variants, the one that changes most."""
+        """Return the histograms `flips` and `deviation` at equal weights, one column per floor.
+
+        `flips`: share of tokens by the number of sites changed; `deviation`: share of (token, site) pairs by the number
+        of slots changed. Of a floor with several variants, the one that changes most is taken."""
         return {name: self._histogram(name) for name in ("flips", "deviation")}
 
     def _histogram(self, name: str) -> pd.DataFrame:
+        """Return one of the tables of `histograms`."""
         found, measured = {}, self._measured()
         for floor, variants in FLOORS.items():
             counts = [getattr(measured[v].counts, name).numpy() for v in measured if v in variants]
@@ -111,4 +119,5 @@ class Floor:
         return pd.DataFrame(found)
 
     def _measured(self) -> dict[str, Variant]:
+        """Return the variants that were measured on at least one token."""
         return {name: variant for name, variant in self.variants.items() if variant.counts.tokens_total}

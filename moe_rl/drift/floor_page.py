@@ -1,4 +1,4 @@
-"""What `moe-rl floor` found: the verdict, a table for the terminal, a figure, a page."""
+"""Output of `moe-rl floor`: the verdict, a table for the terminal, a figure and a page."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ COLOURS = {"float32": ("#0B4A8F", "s"), "bfloat16": ("#D55E00", "o"), "float16":
 
 
 def label(row: Mapping[str, Any]) -> str:
-    """A variant in a word or two."""
+    """Return a short name of a row's variant."""
     variant = str(row["variant"])
     if variant == "dtype":
         return f"against {str(row['detail']).partition(' and ')[0]}"
@@ -38,10 +38,10 @@ def label(row: Mapping[str, Any]) -> str:
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One sentence: how far each dtype's own arithmetic takes ratios at equal weights, and how much of it is routing.
+    """Return one sentence: how far arithmetic takes the ratio at equal weights in each dtype, and routing's share.
 
-    Of every dtype the variant that takes most ratios outside [0.9, 1.1] or, where none is, has the largest mean gap.
-    What another dtype changes is no arithmetic of one's own, and is left to the table.
+    For each dtype the sentence names the variant that takes most ratios outside [0.9, 1.1] or, if none does, the one
+    with the largest mean gap. The comparison with another dtype is not among these variants; the table has it.
     """
     clauses = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
@@ -56,6 +56,7 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _why(row: Mapping[str, Any]) -> str:
+    """Return in words which variant a row is of, and how much of its change is routing."""
     if not row["gap_max"]:
         return "every variant bit-exact"
     if not row["tokens_changed"]:
@@ -78,12 +79,12 @@ HEADS = ("dtype", "other arithmetic", *(head for head, _, _ in COLUMNS))
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """A row under `HEADS`."""
+    """Return the cells of a table row, one for each of `HEADS`."""
     return [str(row["dtype"]), label(row), *(form(row[column]) for _, column, form in COLUMNS)]
 
 
 def say(results: Mapping[str, Any], console: Console) -> None:
-    """The verdict, the table, and what is missing."""
+    """Print the verdict, the text that was measured, the table, and the variants that were not measured."""
     console.print(results["verdict"], highlight=False, markup=False)
     console.print(f"Text: {text_sentence(results['text'], results['model'])}.", highlight=False, markup=False)
     table = Table(*HEADS, box=None, pad_edge=False, header_style="bold")
@@ -102,7 +103,7 @@ def say(results: Mapping[str, Any], console: Console) -> None:
 
 @styled
 def floor_figure(rows: Sequence[Mapping[str, Any]], note: str) -> StudyFigure:
-    """Slots changed, ratios outside [0.9, 1.1] and mean gap, by variant and dtype, natural and replayed."""
+    """Draw slots changed, ratios outside [0.9, 1.1] and mean gap, by variant and dtype, natural and replayed."""
     names = list(dict.fromkeys(label(row) for row in rows))
     dtypes = list(dict.fromkeys(str(row["dtype"]) for row in rows))
     figure, axes = panels(1, 3, 1.3 + 0.24 * len(names), sharey=True)
@@ -142,7 +143,7 @@ def floor_figure(rows: Sequence[Mapping[str, Any]], note: str) -> StudyFigure:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], results: Mapping[str, Any], folder: Path) -> StudyFigure:
-    """The figure, saved in every format."""
+    """Draw the figure, save it in every format, and return it."""
     size = results["settings"]["batch_size"]
     note = (
         f"Reference: one forward over batches of {size} (prompts padded on the left, completions on the right) in each "
@@ -154,7 +155,7 @@ def draw(rows: Sequence[Mapping[str, Any]], results: Mapping[str, Any], folder: 
 
 
 def render(results: Mapping[str, Any], figure: StudyFigure) -> str:
-    """The page: self-contained, without scripts."""
+    """Return the page as HTML, self-contained and without scripts."""
     counts = [
         [row["dtype"], label(row), *(f"{row[f'{of}_changed']:,} / {row[of]:,}" for of in ("slots", "sites", "tokens"))]
         + [f"{row['outside']:,} → {row['outside_replayed']:,} / {row['measured']:,}"]

@@ -1,6 +1,6 @@
 """`moe-rl floor MODEL --prompts FILE` from beginning to end: check, measure variant by variant, write.
 
-What is measured is on disk after every variant, in OUTPUT.partial, which becomes OUTPUT at the end.
+Results are on disk after every variant, in OUTPUT.partial, which becomes OUTPUT at the end.
 """
 
 import json
@@ -40,7 +40,11 @@ WRITTEN = "floor.json", "floor.csv", "sites.csv", "report.html", "figures"
 
 @dataclass
 class Found:
-    """What was measured so far of `texts`, on disk in `folder` after every variant. `about`: what was known before."""
+    """The results of `moe-rl floor` so far, written to `folder` after every variant.
+
+    about: entries of floor.json that are known before anything is measured. texts: the batches to measure. tick: is
+    called after every batch. rows: the numbers of each dtype and variant. sites: their tables by routing site.
+    left_out: variants that were not measured, with the reason."""
 
     folder: Path
     about: dict[str, Any]
@@ -52,7 +56,7 @@ class Found:
     left_out: list[dict[str, str]] = field(default_factory=list)
 
     def measure(self, model: nn.Module, reference: list[Scored], dtype: str, variant: str, detail: str) -> None:
-        """One variant of the model in its dtype, or why it cannot be run."""
+        """Measure one variant of the model in its dtype, or note why it cannot be run; then write all results."""
         kind = "same" if variant in ("dtype", "merged") else variant
         try:
             sums = compare(model, self.texts, reference, kind, decode_tokens=self.decode_tokens, tick=self.tick)
@@ -65,10 +69,12 @@ class Found:
         self.keep()
 
     def skip(self, dtype: str, variant: str, reason: str) -> None:
+        """Note that a variant was not measured, and why; then write all results."""
         self.left_out.append({"dtype": dtype, "variant": variant, "reason": reason})
         self.keep()
 
     def keep(self, complete: bool = False) -> dict[str, Any]:
+        """Write floor.json, floor.csv and sites.csv, and return what floor.json holds."""
         results = {"verdict": verdict(self.rows), "complete": complete, **self.about}
         results = finite({**results, "rows": self.rows, "left_out": self.left_out})
         write_json(self.folder / "floor.json", results)
@@ -79,7 +85,7 @@ class Found:
 
 
 def run_floor(options: FloorOptions) -> Path:
-    """Measure and write floor.json, floor.csv, sites.csv, a figure and report.html; returns the folder.
+    """Measure, write floor.json, floor.csv, sites.csv, a figure and report.html, and return the folder.
 
     Everything is checked before a model is loaded. Raises DriftError; KeyboardInterrupt leaves OUTPUT.partial.
     """
@@ -103,7 +109,7 @@ def run_floor(options: FloorOptions) -> Path:
         "measured_tokens": int(sum(batch.completion_mask.sum() for batch in texts)),
         **record_of(text, options, device),
     }
-    variants = len(LAYOUTS) + len(options.experts) + 4  # the reference, decode, dtype, merged
+    variants = len(LAYOUTS) + len(options.experts) + 4  # four: the reference, decode, dtype, merged
     total = len(options.dtypes) * variants * len(texts)
     with unfinished(output) as folder:
         with progress(Console(stderr=True), total) as tick:
@@ -119,7 +125,7 @@ def run_floor(options: FloorOptions) -> Path:
 
 
 def report(folder: Path, as_json: bool = False) -> None:
-    """Print what a finished measurement says: the verdict and a table, or JSON."""
+    """Print a finished measurement: the verdict and a table, or JSON."""
     text = (folder / "floor.json").read_text()
     if as_json:
         print(text, end="")
@@ -130,7 +136,7 @@ def report(folder: Path, as_json: bool = False) -> None:
 
 
 def _measure(options: FloorOptions, source: Source, device: torch.device, found: Found) -> None:
-    """Every dtype's variants; one model in memory at a time."""
+    """Measure all variants in every dtype, with one model in memory at a time."""
     first: tuple[str, list[Scored]] | None = None
     for dtype in options.dtypes:
         experts, trusted = options.experts_implementation, options.trust_remote_code
@@ -145,13 +151,13 @@ def _measure(options: FloorOptions, source: Source, device: torch.device, found:
             kernels = options.experts_implementation is None and not isinstance(error, CannotRun)
             remedy = " (--experts-implementation eager may do)" if kernels else ""
             found.skip(dtype, "all", f"{first_line(error)}{remedy}")
-            del model, reference  # before the next is loaded
+            del model, reference  # before the next model is loaded
             continue
         if first is not None:
             found.measure(model, first[1], dtype, "dtype", f"{first[0]} and {dtype}")
         for variant, detail in _variants(model, options):
             found.measure(model, reference, dtype, variant, detail)
-        if source.adapter is not None:  # last: in 16 bits merging rounds the weights for good
+        if source.adapter is not None:  # last, because in 16 bits merging rounds the weights for good
             try:
                 refuse_tied(model)
                 model.merge_adapter()
@@ -163,6 +169,7 @@ def _measure(options: FloorOptions, source: Source, device: torch.device, found:
 
 
 def _variants(model: nn.Module, options: FloorOptions) -> Iterator[tuple[str, str]]:
+    """Yield the variants to measure in each dtype, by name and in words."""
     yield from LAYOUTS.items()
     if options.decode_tokens:
         yield "decode", f"{DECODE}, the first {options.decode_tokens} measured tokens"
@@ -171,6 +178,7 @@ def _variants(model: nn.Module, options: FloorOptions) -> Iterator[tuple[str, st
 
 
 def _check(options: FloorOptions) -> torch.device:
+    """Return the device. Raises DriftError: an option is wrong, or the file of prompts is not there."""
     if not options.dtypes:
         raise DriftError("--dtypes: at least one, e.g. --dtypes bfloat16 float16")
     for dtype in options.dtypes:

@@ -1,5 +1,6 @@
-"""What `moe-rl drift`, `floor`, `check-routes` and `compare-routes` can be told; imports no torch, so that their help
-answers at once."""
+"""Command-line options of `moe-rl drift`, `floor`, `check-routes` and `compare-routes`.
+
+This module imports no torch, so that `--help` answers at once."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,10 @@ from moe_rl.drift.errors import DriftError
 
 @dataclass(frozen=True)
 class DriftOptions:
-    """What to compare, on what, and how: two checkpoints, or a series of one training, each against the first and
-    against the one before it."""
+    """Options of `moe-rl drift`: the checkpoints to compare, the text, and how.
+
+    Two checkpoints are compared with each other; of a series of one training, each with the first and with the one
+    before it."""
 
     checkpoints: tuple[str, ...]
     """Folders in hub format or of LoRA adapters (PEFT), run folders or hub ids; a folder that holds several checkpoints
@@ -27,20 +30,20 @@ class DriftOptions:
     replaced."""
     sample: int | None = None
     """Have OLD, of a series the first, write so many responses to each prompt, and measure these instead: then ratios
-    and k3 are those of RL, which samples from the old policy. Completions in the file are not used, of a text all is
-    the prompt. Written to samples.jsonl, which --prompts takes again."""
+    and k3 are those of RL, which samples from the old policy. Completions in the file are not used; a text is taken
+    whole as the prompt. Responses are written to samples.jsonl, which --prompts takes again."""
     max_new_tokens: int = 256
     """Longest response, with --sample."""
     temperature: float = 1.0
     """Responses are sampled from, and scored under, softmax(logits / temperature), with --sample; 0: greedy."""
     seed: int = 0
-    """Of the random numbers of --sample."""
+    """Seed of the random numbers of --sample."""
     batch_size: int = 8
     """Sequences per forward."""
     max_tokens: int | None = None
     """Longer examples are cut to their first tokens; by default 2048, or as many positions as the model has."""
     dtype: str = "float32"
-    """float32, bfloat16 or float16, for both. In float32 what differs is the checkpoints' doing."""
+    """float32, bfloat16 or float16, for all checkpoints. In float32, differences come from the checkpoints."""
     device: str | None = None
     """cpu, cuda, cuda:1, mps; by default the GPU if there is one."""
     per_site: bool = True
@@ -50,8 +53,8 @@ class DriftOptions:
     """Also route with the routers of one on the body of the other: which of the two moves the selection
     (--no-gate-swap)."""
     one_at_a_time: bool = False
-    """Of two checkpoints: hold one in memory instead of both, three passes and a cache on disk, the same numbers. Taken
-    by itself where two do not fit. A series always does."""
+    """Of two checkpoints: hold one in memory instead of both, with three passes and a cache on disk, for the same
+    numbers. Chosen automatically if two do not fit. A series always holds one."""
     floor_sequences: int = 64
     """Noise floor: score OLD again in other arithmetic (repeated, other batch shapes, other experts implementation, a
     bf16 copy) on the first batches, until this many sequences; 0 leaves it out."""
@@ -66,10 +69,10 @@ class DriftOptions:
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """Whether captured routes are what a model says when it scores the same tokens; names the fault if they are
-    not: all zeros, wrong shape, a shift, permuted layers, physical ids, duplicates, ids out of range, prefix-cache
-    hits. Where the file has the engine's log-probabilities, how far the model's are from them, and how much of that is
-    routing. Exit status 0 if the routes are the model's within its arithmetic, else 1."""
+    """Check whether captured routes are what a model chooses when it scores the same tokens; names the fault if they
+    are not: all zeros, wrong shape, a shift, permuted layers, physical ids, duplicates, ids out of range, prefix-cache
+    hits. If the file has the engine's log-probabilities, also says how far the model's are from them, and how much of
+    that is routing. Exit status 0 if the routes are the model's within its arithmetic, else 1."""
 
     file: Annotated[Path, Positional, arg(metavar="FILE")]
     """.safetensors (RoutedExperts.save, or tokens and routed_experts), .npz, .jsonl (a sequence per line), .pt (a dump
@@ -91,7 +94,8 @@ class CheckOptions:
     """Token that pads, where arrays have neither a mask nor -1 there: leading and trailing ones are no part of a
     sequence."""
     temperature: float = 1.0
-    """Of the file's log-probabilities, where it has any: that of sampling, or 1 for raw ones (vLLM's default)."""
+    """Temperature of the file's log-probabilities, if it has any: that of sampling, or 1 for raw ones (vLLM's
+    default)."""
     json: bool = False
     """Print JSON."""
     trust_remote_code: bool = False
@@ -100,7 +104,7 @@ class CheckOptions:
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """How two files of routes of the same tokens differ: those of the rollout and of the training engine, say, or from
+    """Compare two files of routes of the same tokens: those of the rollout and of the training engine, say, or from
     before and after an update. No model is loaded. Says how many slots, sites and tokens changed, how even the load of
     the experts is on both sides and, where both files have log-probabilities, how far these are apart; names what is no
     change of routing: all zeros, a shift, permuted layers, physical ids, duplicates, routes of other tokens. Exit
@@ -139,7 +143,7 @@ class FloorOptions:
     output: Path | None = None
     """Folder to write; by default runs/floor/MODEL. An earlier one there is replaced."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    """Each is measured by itself, and against the first."""
+    """Dtypes to measure the model in: each by itself, and against the first."""
     batch_size: int = 8
     """Sequences of the reference's forward; what "batch 1" is compared with."""
     sequences: int = 64
@@ -152,7 +156,7 @@ class FloorOptions:
     """Experts implementations to compare with the model's own. batched_mm copies weights for every token: small models
     only."""
     experts_implementation: str | None = None
-    """The reference's; by default transformers' choice."""
+    """Experts implementation of the reference; by default transformers' choice."""
     adapter: Path | None = None
     """Folder of LoRA adapters (PEFT) to put on MODEL; also compared with themselves merged into the weights."""
     tokenizer: str | None = None
@@ -166,7 +170,7 @@ class FloorOptions:
 
 
 def check_least(options: Any, **least: int) -> None:
-    """Raises DriftError for the first of these options that is below its least value; None is not looked at."""
+    """Raise DriftError for the first of these options that is below its least value; None is not checked."""
     for name, low in least.items():
         value = getattr(options, name)
         if value is not None and value < low:

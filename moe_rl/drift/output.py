@@ -1,4 +1,4 @@
-"""Where a comparison is written, and how far it is."""
+"""Output of the commands of `moe_rl.drift`: its folder and names, progress, and what all results record."""
 
 import os
 import platform
@@ -30,13 +30,14 @@ Tick = Callable[[], None]
 
 
 SYSTEM = (".DS_Store", ".ipynb_checkpoints", ".nfs")
-"""How names begin that programs leave in any folder."""
+"""Beginnings of the names of files that systems and programs leave in any folder."""
 
 
 def output_folder(given: Path | None, default: Path, names: Sequence[str], kept: Path | None = None) -> Path:
-    """The folder to write: one that is not there, is empty, or holds an earlier result and nothing else, for all in it
-    will be gone. names: of what the command writes, first what marks a result; kept: a file that it takes over. Raises
-    DriftError."""
+    """Return the folder to write: `given`, or else `default`; all in it will be replaced.
+
+    names: of the files that the command writes, the one that marks a result first. kept: a file in it that the command
+    takes over. Raises DriftError: the folder holds more than an earlier result, or is the current one or above it."""
     output = default if given is None else given.expanduser()
     if Path.cwd().is_relative_to(output.resolve()):
         raise DriftError(f"--output: {output} is the folder you are in, or above it; name one inside it")
@@ -53,8 +54,10 @@ def output_folder(given: Path | None, default: Path, names: Sequence[str], kept:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Short names of checkpoints, with as many folders above as tell them apart (step_1/hf and step_2/hf), or numbered
-    where none do ("step 1" and "step-1")."""
+    """Return short names of checkpoints, as file names.
+
+    Each has as many folders above it as tell the checkpoints apart (step_1/hf and step_2/hf); if even whole paths do
+    not ("step 1" and "step-1"), the names are numbered."""
     places = [place_of(path) for path in paths]
     for parts in range(1, max(len(place.parts) for place in places) + 1):
         names = [_short(place, parts) for place in places]
@@ -64,13 +67,15 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 def place_of(path: str) -> Path:
-    """One and the same for `old`, `./old` and `old/`; a link is another place than what it names."""
+    """Return the absolute path, the same for `old`, `./old` and `old/`; a link stays different from its target."""
     return Path(path).expanduser().absolute()
 
 
 def _short(place: Path, parts: int) -> str:
-    """The last parts of a path or hub id, as a file name; a run's seed never without its arm: every arm has that seed,
-    and runs/floor/seed0 would pass for a run of the study runs."""
+    """Return the last `parts` parts of a path or hub id, as a file name.
+
+    A run's seed always comes with its arm, because every arm has that seed, and runs/floor/seed0 would look like a run
+    of the study `runs`."""
     run = place.parent if place.name == CHECKPOINT else place
     if seed_of(run) is not None:
         parts = max(parts, len(place.parts) - len(run.parts) + 2)
@@ -78,17 +83,18 @@ def _short(place: Path, parts: int) -> str:
 
 
 def partial_of(output: Path) -> Path:
-    """Where a result is made, and what is left of one that was stopped lies."""
+    """Return OUTPUT.partial, the folder in which a result is made and in which a stopped command leaves its results."""
     output = output.resolve()
     return output.parent / f"{output.name}.partial"
 
 
 @contextmanager
 def unfinished(output: Path) -> Iterator[Path]:
-    """OUTPUT.partial, which takes the place of the output at the end. Where it does not come to that, it stays with
-    what was measured (its CSV files, drift.json) or sampled, or goes if that is nothing. Raises InUseError where
-    another process has it."""
-    output = output.resolve()  # a link stays, and what it names is replaced
+    """Context manager: give the empty folder OUTPUT.partial, and let it take the place of the output at the end.
+
+    After an error the folder stays if something was measured (CSV files, drift.json) or sampled (samples.jsonl), and is
+    removed otherwise. Raises InUseError: another process writes to it."""
+    output = output.resolve()  # a link stays, and its target is replaced
     partial = partial_of(output)
     partial.mkdir(parents=True, exist_ok=True)
     with sole_writer(partial, "moe-rl"):
@@ -111,7 +117,7 @@ def unfinished(output: Path) -> Iterator[Path]:
 
 
 def put_in_place(made: Path, output: Path) -> None:
-    """`made` becomes `output`; what was there goes once the new one stands, and comes back if it cannot."""
+    """Rename `made` to `output`; an earlier output is removed afterwards, or restored if the renaming fails."""
     former = output.parent / f".{output.name}.{os.getpid()}.former"
     try:
         if output.exists():
@@ -125,7 +131,10 @@ def put_in_place(made: Path, output: Path) -> None:
 
 
 class Screen(Console):
-    """Standard output. Where its reader has gone, rich leaves with status 1; the command line knows what to do."""
+    """A rich console that raises BrokenPipeError if its reader has gone, where rich would exit with status 1.
+
+    The command line handles that error.
+    """
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -133,7 +142,10 @@ class Screen(Console):
 
 @contextmanager
 def progress(console: Console, total: int) -> Iterator[Tick]:
-    """A bar on a terminal; elsewhere a line for every tenth."""
+    """Context manager: give a function to call after every batch, which shows the progress.
+
+    The function moves a bar on a terminal, and elsewhere prints a line after every tenth of `total` batches.
+    """
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as bar:
@@ -152,8 +164,9 @@ def progress(console: Console, total: int) -> Iterator[Tick]:
 
 
 def record_of(text: Text, options: Any, device: torch.device, *left_out: str, **more: Any) -> dict[str, Any]:
-    """What every result says of the model, the text that was measured (in words: `words.text_sentence`), the settings
-    (`more`, and the options but those `left_out`), versions and device."""
+    """Return the entries that all results have: the model, the measured text, settings, versions and device.
+
+    Settings are `more`, and all options but those `left_out`. `words.text_sentence` puts the text into words."""
     from moe_rl import __version__
 
     settings = {key: value for key, value in asdict(options).items() if key not in left_out}
@@ -179,7 +192,10 @@ def record_of(text: Text, options: Any, device: torch.device, *left_out: str, **
 
 
 def page_of(template: str, results: Mapping[str, Any], figures: Sequence[StudyFigure], **values: Any) -> str:
-    """A page of `drift/`: self-contained, without scripts; what it is made of are results, figures, settings."""
+    """Return a page as HTML, self-contained and without scripts, from results, figures and settings.
+
+    template: its name among the templates of `moe_rl.drift`. values: further variables of the template.
+    """
     settings = {**results["settings"], **results["environment"]}
     return render_page(
         f"drift/{template}.html.j2",
@@ -192,7 +208,7 @@ def page_of(template: str, results: Mapping[str, Any], figures: Sequence[StudyFi
 
 
 def finite(value: Any) -> Any:
-    """For JSON: null where a number does not exist."""
+    """Return a value for JSON, with None in place of every float that is not finite."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Figures, summary and the one-page report of a comparison."""
+"""Figures, summary and one-page report of a comparison of two checkpoints."""
 
 from collections.abc import Callable
 from itertools import combinations
@@ -36,7 +36,7 @@ def draw(
     results: dict[str, Any],
     folder: Path,
 ) -> list[StudyFigure]:
-    """All figures, saved as PDF, SVG, PNG, CSV and caption."""
+    """Draw all figures, and save each as PDF, SVG, PNG, CSV and caption."""
     counts = sums.counts
     note = (
         f"Pair: two policies, {results['old_name']} (old) and {results['new_name']} (new), on the same tokens; n = "
@@ -52,7 +52,7 @@ def draw(
         figures_of.load_by_expert(tables["experts"], note),
     ]
     rows = {name: np.nan if value is None else value for name, value in results["decomposition"].items()}
-    if rows["token_variance"]:  # else there is nothing to take apart
+    if rows["token_variance"]:  # without variance there is nothing to take apart
         drawn.append(figures_of.log_ratios(sums.tails(), sums.variance_by_flips(), note))
         drawn.append(figures_of.decomposition(rows, note))
         if "token_var_alone" in sites:
@@ -63,7 +63,7 @@ def draw(
 
 
 def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the numbers say, topic by topic; the same sentences on the terminal and on the page."""
+    """Return the results in sentences, as (topic, text) pairs, for the terminal and the page."""
     change, parts, kl = results["change"], results["decomposition"], results["kl"]
     prompts, sequences = results["measured_prompts"], results["measured_sequences"]
     of_prompts = f" ({count(prompts, 'prompt')})" if prompts < sequences else ""
@@ -120,7 +120,7 @@ def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def render(results: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure]) -> str:
-    """The page: self-contained, without scripts."""
+    """Return the page as HTML, self-contained and without scripts. sites: the table by routing site."""
     short, pattern = short_sites(list(sites["site"]))
     columns = [(head, column, form) for head, column, form in COLUMNS if column in sites]
     rows = [

@@ -1,4 +1,4 @@
-"""The forwards of a comparison, batch by batch: with both models at hand, or with one at a time and a cache on disk."""
+"""The forwards of a comparison, batch by batch, with both models in memory, or with one at a time and a disk cache."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +21,11 @@ from moe_rl.routing import RoutedExperts, record_margins
 
 @dataclass(frozen=True)
 class Measured:
-    """One batch: the 2x2 of weights and routes, and how close the old choices were."""
+    """The measurements of one batch.
+
+    parts: the 2x2 of {old, new} weights and {old, new} routes. margins: of the old choices, in the units of the
+    router's scores.
+    """
 
     batch: TextBatch
     parts: Decomposition
@@ -39,8 +43,10 @@ def with_both(
     floor: Floor,
     tick: Tick,
 ) -> Iterator[Measured]:
-    """Both models in memory: four forwards of every batch, two for swapped routers, and those of the sites; of the
-    first batches, the floor's."""
+    """Yield the measurements of every batch, with both models in memory.
+
+    Each batch takes four forwards, two more for swapped routers (`gate_swap`), and those of the sites (`per_site`); the
+    first batches also take those of the noise floor."""
     gates = (gates_of(old), gates_of(new)) if gate_swap else None
     for batch in text.batches():
         words = batch.text
@@ -66,7 +72,9 @@ def one_at_a_time(
     floor: Floor,
     tick: Tick,
 ) -> Iterator[Measured]:
-    """One model in memory: three passes over the text (old, new, old again), bit for bit what `with_both` gives.
+    """Yield the measurements of every batch, bit for bit those of `with_both`, with one model in memory at a time.
+
+    There are three passes over the text: with the old model, the new one, and the old one again.
 
     cache: a folder for routes and log-probabilities, K bytes per token and site (2K above 255 experts) for each model,
     and a few numbers per token.
@@ -81,7 +89,7 @@ def one_at_a_time(
         tick()
     floor.close()
     old_gates = gates_of(model)
-    del model  # before the next one comes
+    del model  # before the next model is loaded
     model = load_new()
     for number, batch in enumerate(text.batches()):
         before, _ = kept_scored(cache, f"old_{number}")
@@ -112,7 +120,10 @@ def one_at_a_time(
 
 
 def scored(which: str, model: nn.Module, text: TokenBatch) -> Scored:
-    """`score_live`. Raises DriftError for log-probabilities that are not finite: they would compare as unchanged."""
+    """Return `score_live`. Raises DriftError: a log-probability is not finite, which would compare as unchanged.
+
+    which: the name of the model in messages.
+    """
     found = score_live(model, text)
     bad = ~torch.isfinite(found.logps).all(1)
     if bool(bad.any()):
@@ -124,18 +135,19 @@ def scored(which: str, model: nn.Module, text: TokenBatch) -> Scored:
 
 
 def _routes_with(model: nn.Module, gates: dict[str, Tensor], text: TokenBatch) -> RoutedExperts:
+    """Return the routes of the model with other routers."""
     with with_gates(model, gates):
         return score_live(model, text).routes
 
 
 def keep_scored(cache: Path, name: str, scored: Scored, **tensors: Tensor) -> None:
-    """Write one batch's scores, and further tensors, under a name."""
+    """Write the scores of one batch, and further tensors, to the cache under a name."""
     cache.mkdir(parents=True, exist_ok=True)
     scored.routes.save(cache / f"{name}.routes")
     save_file({"logps": scored.logps, **{k: v.contiguous() for k, v in tensors.items()}}, cache / f"{name}.logps")
 
 
 def kept_scored(cache: Path, name: str) -> tuple[Scored, dict[str, Tensor]]:
-    """Read them again, bit for bit."""
+    """Read what `keep_scored` wrote under a name, bit for bit: the scores and the further tensors."""
     tensors = load_file(cache / f"{name}.logps")
     return Scored(tensors.pop("logps").to(torch.float64), RoutedExperts.load(cache / f"{name}.routes")), tensors

@@ -1,4 +1,4 @@
-"""Inline views for notebooks: what changed between two recordings of the same tokens.
+"""Inline views for notebooks of what changed between two recordings of the same tokens.
 
 from moe_rl.drift import plot
 
@@ -22,18 +22,18 @@ from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.saving import house_style
 
 MOST_TOKENS = 4000
-"""Tokens that `tokens` shows at most; a page of more is slow."""
+"""Most tokens that `tokens` shows; a longer page is slow."""
 
 
 def change_heatmap(
     old: RoutedExperts, new: RoutedExperts, ax: Axes | None = None, *, mask: Bool[Tensor, "B T"] | None = None
 ) -> Axes:
-    """Slots changed, in percent, by routing site (shallow at the top) and position; mean over sequences.
+    """Draw the slots changed, in percent, by routing site (shallow at the top) and position; mean over sequences.
 
     Args:
         old, new: routes of the same tokens (`recording.routes`).
         ax: where to draw, in your style; None: a new figure of pyplot in the house style, which a notebook shows.
-        mask: True on the tokens that count; by default all. Positions without a route on both sides stay empty.
+        mask: True on the tokens that count; by default all. Cells where no token has a route on both sides stay empty.
 
     Returns:
         The axes.
@@ -41,7 +41,7 @@ def change_heatmap(
     Raises:
         RoutingError: routes of other shapes, sites or tokens.
     """
-    change_counts(old, new, mask)  # says what does not fit
+    change_counts(old, new, mask)  # raises if routes do not fit each other
     new = new.select(old.sites)
     known = (old.live | new.live).logical_not()
     counted = known if mask is None else known & mask.to(known.device)[..., None]
@@ -62,8 +62,9 @@ def change_heatmap(
 def change_by_site(
     old: RoutedExperts, new: RoutedExperts, ax: Axes | None = None, *, mask: Bool[Tensor, "B T"] | None = None
 ) -> Axes:
-    """Slots changed and tokens whose set of experts differs, in percent, along the depth. Arguments, result and errors
-    as in `change_heatmap`."""
+    """Draw the slots changed and the tokens whose set of experts differs, in percent, by routing site along the depth.
+
+    Arguments, result and errors as in `change_heatmap`."""
     counts = change_counts(old, new, mask)
     names, common = short_sites(list(old.sites))
     every = max(1, -(-len(names) // 12))
@@ -81,8 +82,9 @@ def change_by_site(
 
 
 class TokenChanges:
-    """A text whose tokens are coloured by how many sites changed; a notebook shows it. `html` is the markup, with all
-    text escaped and no script."""
+    """A text whose tokens are coloured by the share of sites that changed, which a notebook shows as HTML.
+
+    html: the markup, with all text escaped and no script."""
 
     def __init__(self, html: str) -> None:
         self.html = html
@@ -97,8 +99,9 @@ class TokenChanges:
 def tokens(
     old: RoutedExperts, new: RoutedExperts, tokenizer: Any, *, mask: Bool[Tensor, "B T"] | None = None
 ) -> TokenChanges:
-    """The recorded tokens as text, one paragraph per sequence, each coloured by the share of its sites that changed;
-    the pointer on a token shows which, with the experts exchanged.
+    """Return the recorded tokens as text, each coloured by the share of its sites that changed.
+
+    Each sequence is a paragraph. The pointer on a token shows which sites changed, with the experts exchanged.
 
     Args:
         old, new: routes that know their tokens, as recordings of `input_ids` do.
@@ -142,7 +145,7 @@ _LEGEND = (
 
 
 def _span(old: Tensor, new: Tensor, names: list[str], flips: int, text: str) -> str:
-    """One token; old, new: `[L,K]` ids."""
+    """Return the HTML of one token. old, new: its expert ids `[L,K]`. flips: how many of its sites changed."""
     lines = [f"{flips} of {len(names)} sites changed"]
     for name, before, after in zip(names, old.tolist(), new.tolist(), strict=True):
         gone, come = sorted(set(before) - set(after)), sorted(set(after) - set(before))
@@ -156,11 +159,11 @@ def _span(old: Tensor, new: Tensor, names: list[str], flips: int, text: str) -> 
 
 @contextmanager
 def _axes(ax: Axes | None) -> Iterator[Axes]:
-    """Where to draw, and the style to do it in."""
+    """Context manager: give `ax` itself, or if None the axes of a new figure in the house style."""
     if ax is not None:
         yield ax
         return
     import matplotlib.pyplot as plt
 
-    with house_style({"figure.dpi": 110}):  # a notebook shows every dot
+    with house_style({"figure.dpi": 110}):  # a notebook shows one pixel per dot
         yield plt.subplots()[1]

@@ -1,4 +1,4 @@
-"""Files of prompts: JSONL, Parquet or plain text, row by row, each refused by its line where it is none."""
+"""Readers of files of prompts: JSONL, Parquet or plain text, row by row, with errors that name the line."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ TABLES = (".parquet", ".pq")
 
 
 def kind_of(row: dict[str, Any]) -> str:
-    """What of an example is measured: `samples` given as tokens, `completions`, `texts`, or `prompts` without more."""
+    """Return what of an example is measured: `samples` given as tokens, `completions`, `texts`, or bare `prompts`."""
     if "completion_ids" in row:
         return "samples"
     chat = row.get("messages", row.get("prompt"))
@@ -30,12 +30,15 @@ def kind_of(row: dict[str, Any]) -> str:
 
 
 def is_chat(row: dict[str, Any]) -> bool:
-    """Whether it holds messages, for a chat template."""
+    """Return whether an example holds messages, which need a chat template."""
     return "messages" in row or isinstance(row.get("prompt"), list)
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line or row from 1, example) of a file: `.txt` a text per line, `.parquet` a row each, any other JSONL."""
+    """Yield (line or row from 1, example) of a file: `.txt` has a text per line, `.parquet` rows, any other is JSONL.
+
+    Raises DriftError naming the line that holds no example.
+    """
     if not path.is_file():
         raise DriftError(f"--prompts: there is no file {path}")
     kind = path.suffix.lower()
@@ -52,6 +55,7 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _lines(path: Path, plain: bool) -> Iterator[tuple[int, Any]]:
+    """Yield (line from 1, example) of a file of JSON lines or, if `plain`, of texts; empty lines are skipped."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -66,7 +70,7 @@ def _lines(path: Path, plain: bool) -> Iterator[tuple[int, Any]]:
 
 
 def _table(path: Path) -> Iterator[tuple[int, Any]]:
-    """Rows of a Parquet file; a column without a value in a row is not there."""
+    """Yield (row from 1, example) of a Parquet file; null values are left out of an example."""
     number = 0
     try:
         with pq.ParquetFile(path) as file:
@@ -83,6 +87,7 @@ def _table(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _problem(row: Any) -> str | None:
+    """Return in words why a row is no example, or None."""
     if not isinstance(row, dict):
         return f"a JSON {type(row).__name__} instead of an object"
     if set(IDS) & row.keys():
@@ -100,7 +105,8 @@ def _problem(row: Any) -> str | None:
             isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages
         ):
             return "messages must be a list of objects with role and content, not empty"
-        if not all(isinstance(m["content"], str | None) for m in messages):  # Qwen3's template leaves out what is none
+        # Qwen3's template would leave out content that is no text, without a word.
+        if not all(isinstance(m["content"], str | None) for m in messages):
             return "the content of a message must be a text, not a list of parts"
     for key in ("text", "prompt", "completion", "messages"):
         wanted = list if key == "messages" else str
@@ -114,6 +120,7 @@ def _problem(row: Any) -> str | None:
 
 
 def _problem_of_ids(row: dict[str, Any]) -> str | None:
+    """Return in words why a row of token ids is no example, or None."""
     for key in IDS:
         ids = row.get(key)
         if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):

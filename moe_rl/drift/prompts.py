@@ -1,4 +1,4 @@
-"""The text that is measured on: a file, checked whole before a model is loaded, then streamed."""
+"""The text of a comparison: a file that is checked whole before a model is loaded, then tokenised and streamed."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +19,9 @@ from moe_rl.rollout.task import token_ids
 
 @dataclass(frozen=True)
 class Example:
-    """One line, tokenised. Its measured tokens are `ids[start:]`. prompt: the first line with the same prompt, or the
-    same text where all of it is measured; 0 where none was looked for."""
+    """One line of a file, tokenised; its measured tokens are `ids[start:]`.
+
+    prompt: the first line with the same prompt (or the same text, if all of it is measured); 0 if not looked for."""
 
     line: int
     ids: list[int]
@@ -30,9 +31,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Holds:
-    """What a file holds: examples by what of them is measured (`kind_of`); the temperature at which all tokens were
-    sampled, 1 where none is given; where their sampler lay, and its `fingerprint`, if one in every example, else
-    None."""
+    """Summary of a file of examples.
+
+    kinds: how many examples of each `kind_of`. temperature: at which all tokens were sampled, 1 if none is given.
+    sampled_from, sampler_sha256: the place of the model that sampled all examples, and its `fingerprint`; None unless
+    every example has the same."""
 
     kinds: dict[str, int]
     temperature: float
@@ -42,7 +45,7 @@ class Holds:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Examples as tensors, padded on the right."""
+    """Examples as tensors, padded on the right, with the line and the `Example.prompt` of each."""
 
     lines: list[int]
     prompts: list[int]
@@ -50,13 +53,12 @@ class TextBatch:
 
 
 class Text:
-    """The examples of a file, from the beginning as often as they are wanted.
+    """The examples of a file, tokenised anew in every pass over them.
 
     known: the model's tokenizer, and how many tokens and positions it has. number: how many examples there are.
-    holds: of what kind. of_old: whether the checkpoint that is the first wrote them (`samples.to_measure`), None where
-    that is not known. Sampled tokens are scored at the temperature at which they were sampled (greedy ones at 1).
-    truncated, empty: of the latest pass, those that were cut, and those without a token to measure; all passes are
-    alike.
+    holds: summary of the file. of_old: whether the first checkpoint sampled the examples (`samples.to_measure`), None
+    if not known. truncated, empty: how many examples of the latest pass were cut, and how many had no token to measure;
+    all passes are alike. Sampled tokens are scored at the temperature at which they were sampled (greedy ones at 1).
 
     Raises DriftError naming the line that is wrong.
     """
@@ -69,17 +71,17 @@ class Text:
 
     @property
     def most_batches(self) -> int:
-        """Of a pass: as many if no example is left out."""
+        """The number of batches of a pass if no example is left out."""
         return -(-self.number // self.batch_size)
 
     def examples(self) -> Iterator[Example]:
-        """One at a time, cut to their first `max_tokens` tokens; those without a token to measure are counted.
+        """Yield the examples, cut to their first `max_tokens` tokens; count those without a token to measure.
 
-        Prompt and completion are tokenised apart, as a sampler would have made them. Text and a prompt alone are
-        measured from their second token on (the first follows nothing); of a chat that ends with the assistant, its
-        last turn.
+        Prompt and completion are tokenised apart, as a sampler would have made them. A text, and a prompt without a
+        completion, are measured from the second token on (the first follows nothing); of a chat that ends with the
+        assistant, the last turn is measured.
 
-        Raises DriftError naming a line that cannot be tokenised, or has a token that is none of the model's.
+        Raises DriftError naming a line that cannot be tokenised, or has a token that the model does not have.
         """
         self.truncated = self.empty = 0
         for whole in self._tokenised(tokenised):
@@ -90,9 +92,9 @@ class Text:
                 yield replace(whole, ids=whole.ids[: self.max_tokens])
 
     def questions(self, new: int) -> Iterator[Example]:
-        """What each example asks, without the completion that it may have; `start` is its length.
+        """Yield the prompt of each example, without the completion that it may have; `start` is the prompt's length.
 
-        Raises DriftError naming a line that asks nothing, or leaves no room for `new` tokens in `max_tokens`.
+        Raises DriftError naming a line whose prompt is empty, or leaves no room for `new` tokens in `max_tokens`.
         """
         for asked in self._tokenised(question):
             if not asked.ids:
@@ -106,6 +108,7 @@ class Text:
             yield asked
 
     def _tokenised(self, how: Callable[[dict[str, Any], Any], tuple[list[int], int]]) -> Iterator[Example]:
+        """Yield all examples, tokenised by `how` (`question` or `tokenised`), in full. Raises DriftError."""
         tokenizer, vocabulary = self.known.tokenizer, self.known.vocabulary
         first = dict[str, int]()
         for line, row in rows(self.path):
@@ -123,17 +126,17 @@ class Text:
             yield Example(line, ids, start, first.setdefault(sha256_of_bytes(repr(prompt).encode()), line))
 
     def laid_out(self, held: Sequence[Example], lay: Callable[[Sequence[Example], int], TokenBatch]) -> TokenBatch:
-        """Examples by `padded` or `aligned`, to be scored at the temperature of the text."""
+        """Return examples as a batch laid out by `padded` or `aligned`, to be scored at the temperature of the text."""
         return replace(lay(held, self.known.tokenizer.pad_token_id), temperature=self.holds.temperature or 1.0)
 
     def batches(self) -> Iterator[TextBatch]:
-        """`batch_size` examples at a time, in the order of the file."""
+        """Yield batches of `batch_size` examples, in the order of the file."""
         for held in in_batches(self.examples(), self.batch_size):
             lines, prompts = [example.line for example in held], [example.prompt for example in held]
             yield TextBatch(lines, prompts, self.laid_out(held, padded))
 
     def nothing_left(self) -> DriftError:
-        """The error where no example has a token to measure."""
+        """Return the error for a text in which no example has a token to measure."""
         return DriftError(
             f"{self.path}: no token to measure: {self.empty} of {self.number} examples are empty, a single token, or "
             f"have a prompt that fills the {self.max_tokens} tokens that count (--max-tokens; the model has "
@@ -142,9 +145,9 @@ class Text:
 
 
 def longest(asked: int | None, default: int, positions: int | None) -> int:
-    """To how many tokens examples are cut: as asked for, or `default` or the model's positions, whichever is less.
+    """Return the number of tokens that examples are cut to: `asked`, or the least of `default` and the positions.
 
-    Raises DriftError where more are asked for than the model has positions (None: no fixed number).
+    positions: of the model, None for no fixed number. Raises DriftError: `asked` is more than these.
     """
     if asked is not None and positions is not None and asked > positions:
         raise DriftError(f"--max-tokens: {asked} are more than the model's {positions} positions")
@@ -152,13 +155,15 @@ def longest(asked: int | None, default: int, positions: int | None) -> int:
 
 
 def in_batches(source: Iterator[Example], size: int) -> Iterator[list[Example]]:
+    """Yield lists of `size` examples; the last may be shorter."""
     while held := list(islice(source, size)):
         yield held
 
 
 def check_file(path: Path, tokenizer: Any, two_templates: str = "") -> Holds:
-    """Read every line once, keep none: what there is. two_templates: of `Checkpoints`. Raises DriftError naming the
-    line that is wrong."""
+    """Read every line of a file once, and return a summary; no line is kept.
+
+    two_templates: as in `Checkpoints`. Raises DriftError naming the line that is wrong."""
     kinds, temperatures = Counter[str](), set[float]()
     samplers: dict[str, set[str | None]] = {"sampled_from": set(), "sampler_sha256": set()}
     for line, row in rows(path):
@@ -192,8 +197,9 @@ def check_file(path: Path, tokenizer: Any, two_templates: str = "") -> Holds:
 
 
 def question(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
-    """Token ids of what a line asks (of a chat, all before the last turn of the assistant; of a text, the text), and
-    how many."""
+    """Return the token ids of a line's prompt, and their number.
+
+    The prompt of a chat is all before the last turn of the assistant; of a text, it is the text."""
     if "prompt_ids" in row:
         ids = list(row["prompt_ids"])
     elif is_chat(row):
@@ -207,7 +213,7 @@ def question(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
 
 
 def tokenised(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
-    """Token ids of a line and where its measured tokens start."""
+    """Return the token ids of a line, and the index of the first measured one."""
     if "completion_ids" in row:
         return [*row["prompt_ids"], *row["completion_ids"]], len(row["prompt_ids"])
     if is_chat(row):
@@ -223,20 +229,21 @@ def tokenised(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
 
 
 def _ids(tokenizer: Any, text: str, special: bool = True) -> list[int]:
+    """Return the token ids of a text, none for an empty one. special: whether the tokenizer adds special tokens."""
     return list(token_ids(tokenizer, text, add_special_tokens=special)) if text else []
 
 
 def _open_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """Of a text that goes on: some tokenizers end every text."""
+    """Return the token ids of a text that goes on, without the end token that some tokenizers add to every text."""
     ids = _ids(tokenizer, prompt)
     return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 
 
 def _chat(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
-    """The chat as text up to the last turn of the assistant, and whole; the first is empty if there is no such turn.
+    """Return a chat as text up to the last turn of the assistant ("" if it does not end with one), and as a whole.
 
-    Raises DriftError where the first is not how the second begins. Of templates that open an answer with a thought, and
-    leave it out of past answers, the answer begins with its header.
+    Some templates open an answer with a thought, and leave that out of past answers: there the answer begins with the
+    header of its turn. Raises DriftError: the whole does not begin with the first part.
     """
     messages = row["messages"] if "messages" in row else row["prompt"]
     if not {"messages", "prompt"} <= row.keys():  # with both, `messages` are the whole conversation
@@ -256,19 +263,20 @@ def _chat(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
 
 
 def padded(held: Sequence[Example], pad: int) -> TokenBatch:
-    """Examples padded on the right."""
+    """Return examples as a batch, padded on the right. pad: the padding token."""
     return laid_out(held, pad, [0] * len(held))
 
 
 def aligned(held: Sequence[Example], pad: int) -> TokenBatch:
-    """Examples as a trainer lays out rollouts: prompts padded on the left, so that all measured tokens begin in one
-    column, and completions on the right."""
+    """Return examples as a batch in a trainer's layout: prompts padded on the left, completions on the right.
+
+    All measured tokens then begin in one column. pad: the padding token."""
     widest = max(example.start for example in held)
     return laid_out(held, pad, [widest - example.start for example in held])
 
 
 def laid_out(held: Sequence[Example], pad: int, offsets: Sequence[int]) -> TokenBatch:
-    """Each example from its column on; all else is padding."""
+    """Return examples as a batch, each from its column of `offsets` on; all else is the padding token `pad`."""
     shape = len(held), max(offset + len(example.ids) for example, offset in zip(held, offsets, strict=True))
     ids = torch.full(shape, pad)
     attention, completion = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)

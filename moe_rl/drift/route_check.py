@@ -1,4 +1,4 @@
-"""Captured routes against those of the model, as numbers: what fits, and which known fault explains what does not.
+"""The comparison of captured routes with a model's: what agrees, and which known fault explains what does not.
 
 Everything is counted as overlap of sets: slot agreement is abs(captured ∩ model) / K of a token at a site.
 """
@@ -10,17 +10,30 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from moe_rl.drift.captured import PREFIXES, UNROUTED, Captured, Finding, OwnRoutes, Work, laid, routed, twice
+from moe_rl.drift.captured import (
+    PREFIXES,
+    UNROUTED,
+    Captured,
+    Finding,
+    OwnRoutes,
+    TokenRows,
+    padded_rows,
+    routed,
+    twice,
+)
 from moe_rl.drift.route_search import PENALTY, SEARCHED, Explanation, explanations, pairs_of, slots_of
 
 PREFIX = 4
-"""Fewest tokens at the start of a sequence that are called a prefix without routes."""
+"""Fewest tokens of a prefix of other routes, and of the rest of its sequence, that are told apart."""
 
 
 @dataclass(frozen=True)
 class SiteRow:
-    """One site: the captured layer that is compared with it (-1: none), shares of slots and of whole sets that agree,
-    and the same of the model's own floor."""
+    """The agreement of one site.
+
+    layer: the captured layer that is compared with it, -1 for none. tokens: how many were compared. slots, sets: shares
+    of slots and of whole sets of experts that agree. floor_slots: the share of slots that the model and its copy in
+    other arithmetic agree in. limit: the share of slots below which it is a fault."""
 
     site: str
     layer: int
@@ -32,24 +45,27 @@ class SiteRow:
 
     @property
     def fits(self) -> bool:
+        """Whether the share of slots that agree reaches the limit."""
         return self.slots >= self.limit
 
 
 CLEAR = 0.2
-"""By how much more than by chance slots agree that clearly do not agree by chance."""
+"""How much the share of slots that agree must exceed the share by chance to be clearly no chance."""
 UNTOLD = "not told apart"
-"""The fault of tokens for which a model chooses alike."""
+"""Name of the fault of routes that agree no better than routes of other tokens do."""
 
 
 Gaps = dict[str, float | int | None]
-"""As `moe_rl.measure.arithmetic.gap_split` names them; None for what is not finite."""
+"""Numbers by their names in `moe_rl.measure.arithmetic.gap_split`; None for one that is not finite."""
 
 
 @dataclass(frozen=True)
 class EngineGap:
-    """How far the model is from the engine's log-probabilities, over `tokens` of `sequences` at this temperature, and
-    from its own copy in `copy_dtype`; d = log p(model) - log p(other), nats. `impossible`: tokens to which the engine
-    gave -inf, left out. `not_replayed`: why `engine` has nothing of a replay; empty where it has."""
+    """The gaps of a model's log-probabilities to the engine's and to those of its own copy in other arithmetic.
+
+    d = log p(model) - log p(other), nats, over `tokens` tokens of `sequences` sequences at `temperature`. engine, copy:
+    the gaps to each. copy_dtype: of the copy. impossible: how many tokens the engine gave -inf; they are left out.
+    not_replayed: why `engine` has no entries of a replay; empty if it has."""
 
     tokens: int
     sequences: int
@@ -63,8 +79,14 @@ class EngineGap:
 
 @dataclass(frozen=True)
 class RouteCheck:
-    """The result. `rows` are under the explanation that was found: its shift, layers and ids. `unseen`: the share of
-    slots that may disagree at the mean site without being called a fault. `logprobs`: where the file has any."""
+    """The result of a check of captured routes.
+
+    findings: faults and notes. rows: the agreement of each site, under the explanation that was found (its shift,
+    layers and ids). sequences: of the capture. tokens: how many were compared. as_captured, explained: shares of slots
+    that agree as captured, and under the explanation. floor: the share that the model and its copy in other
+    arithmetic agree in. chance: the share with routes of other tokens. unseen: the share of slots that may disagree at
+    the mean site without being called a fault. shift: of the explanation, in tokens. logprobs: gaps, if the file has
+    log-probabilities."""
 
     findings: tuple[Finding, ...]
     rows: tuple[SiteRow, ...]
@@ -80,11 +102,12 @@ class RouteCheck:
 
     @property
     def faults(self) -> tuple[Finding, ...]:
+        """The findings that are faults."""
         return tuple(finding for finding in self.findings if finding.fault)
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """The result in one sentence or two."""
         floor = f"a copy in other arithmetic agrees by {_percent(self.floor)}"
         if not self.faults:
             return (
@@ -102,7 +125,7 @@ class RouteCheck:
 
 
 def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
-    """Compare, search for the explanation, and say what was found.
+    """Compare captured routes with the model's, search for an explanation of differences, and return the result.
 
     Raises ValueError: ids of a sequence are no integers `[rows, layers, K]`, or sequences differ in layers or K.
     """
@@ -110,18 +133,18 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
     layers, slots = captured.shape()
     if slots != K:
         more = "fused shared experts add columns" if slots > K else "was another num_experts_per_tok configured?"
-        return _nothing(
+        return _nothing_compared(
             captured, own, Finding("wrong shape", f"{slots} experts for a token, the model has {K}; {more}")
         )
     expected, said = _expected_layers(captured, own, layers)
     work = _comparable(captured, own, expected)
     work.findings[:0] = said
     if not len(work.ids):
-        return _nothing(captured, own, *work.findings)
+        return _nothing_compared(captured, own, *work.findings)
     simple, best = search(work, own, expected)
     compared, chance = _other_requests(work, own, best)
     rows = _table(work, own, best)
-    odd = [row for row in rows if row.layer >= 0 and row.layer not in work.dark and not row.fits]
+    odd = [row for row in rows if row.layer >= 0 and row.layer not in work.empty_layers and not row.fits]
     if odd:
         worst = min(odd, key=lambda row: row.slots)
         work.found(
@@ -147,7 +170,7 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
 
 
 def _expected_layers(captured: Captured, own: OwnRoutes, layers: int) -> tuple[tuple[int, ...], list[Finding]]:
-    """The captured layer of each site, by names, by order, or by number; -1 where none is."""
+    """Return the captured layer of each site (by name, index or order; -1: none), and findings on missing layers."""
     L = len(own.sites)
     if captured.sites is not None and set(captured.sites) & set(own.sites):
         expected = tuple(captured.sites.index(site) if site in captured.sites else -1 for site in own.sites)
@@ -164,8 +187,10 @@ def _expected_layers(captured: Captured, own: OwnRoutes, layers: int) -> tuple[t
 
 
 def _starts(captured: Captured, own: OwnRoutes, lengths: Sequence[int]) -> tuple[list[int], list[Finding]]:
-    """The first token of each sequence that has a row: 0 or, where there are fewer rows than tokens, where they fit
-    best."""
+    """Return the token that each sequence's first row belongs to, and a fault if sequences have too few rows.
+
+    This token is 0 or, if a sequence has fewer rows than its tokens less one, the first token of the place where the
+    rows agree best with the model."""
     starts, short = [0] * len(lengths), [b for b, n in enumerate(lengths) if len(captured.ids[b]) < n - 1]
     for b in short:
         rows = captured.ids[b]
@@ -181,7 +206,7 @@ def _starts(captured: Captured, own: OwnRoutes, lengths: Sequence[int]) -> tuple
 
 
 def _overlap_anywhere(rows: np.ndarray, model: np.ndarray) -> float:
-    """Slots that agree at the best pair of layers: enough to place rows whose layers are not known yet."""
+    """Return the slot agreement of the best pair of layers, to place rows whose layers are not known yet."""
     return max(
         float(slots_of(rows[:, c], model[:, m]).mean())
         for c in range(min(rows.shape[1], 8))
@@ -189,42 +214,48 @@ def _overlap_anywhere(rows: np.ndarray, model: np.ndarray) -> float:
     )
 
 
-def _comparable(captured: Captured, own: OwnRoutes, expected: tuple[int, ...]) -> Work:
-    """Rows with a route at every layer that holds any; notes what is wrong with the others."""
+def _comparable(captured: Captured, own: OwnRoutes, expected: tuple[int, ...]) -> TokenRows:
+    """Return the rows that have a route at every layer that holds any, with findings on all others.
+
+    expected: the captured layer of each site, -1 for none.
+    """
     lengths, K = [len(words) for words in captured.tokens], own.ids.shape[3]
     starts, said = _starts(captured, own, lengths)
-    ids, rows, more = laid(captured.ids, starts, lengths)
+    ids, rows, more = padded_rows(captured.ids, starts, lengths)
     site_of = {layer: site for site, layer in enumerate(expected) if layer >= 0}
     layers = range(ids.shape[2])
     holds: Any = (ids > 0).any((0, 1, 3))
-    # Zeros of one slot may be expert 0, but of a dense layer.
+    # With one slot, zeros may be expert 0, unless the layer is dense.
     held = [c for c in layers if holds[c] or (K == 1 and c in site_of and (ids[:, :, c] == 0).any())] or list(layers)
     hashed: Any = twice(own.ids).any((0, 1))
     tables = np.array([c in site_of and bool(hashed[site_of[c]]) for c in held])
     names, experts = [f"layer {c}" for c in held], [max(own.experts)] * len(held)  # layers may be in another order
     there, wrong = routed(ids[:, :, held], rows, lengths, tables, names, experts)
-    work = Work.of(ids, there, captured.tokens)
+    work = TokenRows.of(ids, there, captured.tokens)
     work.findings = said + more + wrong
-    dark = [c for c, site in site_of.items() if not holds[c] and (K > 1 or (own.ids[:, :, site] > 0).any())]
-    if there.any() and dark and sum(holds[c] for c in layers if c not in site_of) < len(dark):
-        work.dark = dark
-        work.found("all zeros", f"{len(dark)} routed layers hold nothing, first {own.sites[site_of[dark[0]]]}")
+    empty_layers = [c for c, site in site_of.items() if not holds[c] and (K > 1 or (own.ids[:, :, site] > 0).any())]
+    if there.any() and empty_layers and sum(holds[c] for c in layers if c not in site_of) < len(empty_layers):
+        work.empty_layers = empty_layers
+        work.found(
+            "all zeros", f"{len(empty_layers)} routed layers hold nothing, first {own.sites[site_of[empty_layers[0]]]}"
+        )
     if not there.any() and not any(finding.fault for finding in work.findings):
         work.found(UNROUTED, "no token has a route at every layer")
     return work
 
 
-def search(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> tuple[Explanation, Explanation]:
-    """The capture as it stands, and its best explanation, whose faults are noted."""
+def search(work: TokenRows, own: OwnRoutes, expected: tuple[int, ...]) -> tuple[Explanation, Explanation]:
+    """Return the explanation "as captured" and the best one, and add the best one's faults to `work.findings`."""
     simple, *others = explanations(work, own, expected)
     best = _best(work, own, simple, others)
     _explain(work, own, simple, best)
     return simple, best
 
 
-def _other_requests(work: Work, own: OwnRoutes, best: Explanation) -> tuple[int, float]:
-    """How many rows can be compared, and how much agrees with the routes of other tokens. Takes out prefixes of other
-    requests, and notes them."""
+def _other_requests(work: TokenRows, own: OwnRoutes, best: Explanation) -> tuple[int, float]:
+    """Return the number of rows that can be compared, and the share of slots that agree with routes of other tokens.
+
+    Prefixes with routes of other requests are then taken out of `work`, with a fault."""
     agree = _by_token(work, own, best)
     kept = agree >= 0
     good = float(np.median(agree[kept])) if kept.any() else 0.0
@@ -245,13 +276,15 @@ def _other_requests(work: Work, own: OwnRoutes, best: Explanation) -> tuple[int,
 
 
 def clearly(agreement: float, chance: float) -> bool:
-    """Whether so much agrees clearly better than with the routes of other tokens."""
+    """Return whether an agreement is clearly better than `chance`, that with the routes of other tokens."""
     return agreement > chance + min(CLEAR, (1 - chance) / 2)
 
 
-def _best(work: Work, own: OwnRoutes, simple: Explanation, others: list[Explanation]) -> Explanation:
-    """The one of the highest score that agrees clearly better with these tokens than with others: layers in the best
-    of many orders, and ids renamed to what is most frequent, agree somewhat with any model's routes."""
+def _best(work: TokenRows, own: OwnRoutes, simple: Explanation, others: list[Explanation]) -> Explanation:
+    """Return the explanation of the highest score that agrees clearly better with these tokens than with others.
+
+    The second condition is needed because layers in the best of many orders, and ids renamed to the most frequent
+    experts, agree somewhat with any model's routes. Without such an explanation, `simple` is returned."""
     for other in sorted(others, key=lambda e: e.score, reverse=True):
         if other.score <= simple.score:
             break
@@ -261,8 +294,8 @@ def _best(work: Work, own: OwnRoutes, simple: Explanation, others: list[Explanat
     return simple
 
 
-def _explain(work: Work, own: OwnRoutes, simple: Explanation, best: Explanation) -> None:
-    """The findings that an explanation stands for."""
+def _explain(work: TokenRows, own: OwnRoutes, simple: Explanation, best: Explanation) -> None:
+    """Add the faults that the best explanation stands for to `work.findings`: shift, layers, renamed ids."""
     if best.shift:
         tokens = "one token" if abs(best.shift) == 1 else f"{abs(best.shift)} tokens"
         work.found(f"shifted by {tokens}", f"row t holds the routes of token t{best.shift:+d}")
@@ -280,8 +313,8 @@ def _explain(work: Work, own: OwnRoutes, simple: Explanation, best: Explanation)
         work.found("physical ids", f"ids are renamed one by one, at {own.sites[site]}: {some}, ... (load balancing?)")
 
 
-def _by_token(work: Work, own: OwnRoutes, best: Explanation) -> Float[np.ndarray, " n"]:
-    """Mean slot agreement of each row over sites; -1 where it cannot be compared."""
+def _by_token(work: TokenRows, own: OwnRoutes, best: Explanation) -> Float[np.ndarray, " n"]:
+    """Return the mean slot agreement over sites of each row, -1 for a row that cannot be compared."""
     a, b, rows = pairs_of(work, own, best.shift)
     slots = best.slots(a, b)
     found = np.full(len(work.ids), -1.0)
@@ -289,22 +322,27 @@ def _by_token(work: Work, own: OwnRoutes, best: Explanation) -> Float[np.ndarray
     return found
 
 
-def by_chance(work: Work, own: OwnRoutes, best: Explanation) -> dict[int, float]:
-    """Mean agreement at each site with the routes of another token, in random order: files hold some sequences twice.
-    Of a single token, which has no other, with its own."""
+def by_chance(work: TokenRows, own: OwnRoutes, best: Explanation) -> dict[int, float]:
+    """Return the mean slot agreement at each site with the routes of other tokens.
+
+    The tokens are paired in random order, because files hold some sequences twice. A single token is paired with
+    itself."""
     a, b, _ = pairs_of(work, own, best.shift, SEARCHED)
     order = np.random.default_rng(0).permutation(len(a))
-    slots = best.slots(a[order], b[np.roll(order, 1)])  # one cycle: a mere permutation leaves some where they are
+    slots = best.slots(a[order], b[np.roll(order, 1)])  # one cycle: no token is paired with itself
     return {site: float(each.mean()) for site, each in slots.items()} if len(a) else {}
 
 
 def mean_of(rates: dict[int, float]) -> float:
-    """0 of none."""
+    """Return the mean of the rates, 0 if there are none."""
     return float(np.mean(list(rates.values()))) if rates else 0.0
 
 
-def _prefixes(work: Work, agree: Float[np.ndarray, " n"], middle: float) -> Bool[np.ndarray, " n"]:
-    """Rows at the start of sequences that agree by chance while the rest agrees."""
+def _prefixes(work: TokenRows, agree: Float[np.ndarray, " n"], middle: float) -> Bool[np.ndarray, " n"]:
+    """Return a bool mask of the rows at the start of sequences that agree by chance only, while the rest agrees.
+
+    agree: of each row, as in `_by_token`. middle: the agreement halfway between chance and that of most rows.
+    """
     found = np.zeros(len(agree), bool)
     for b in np.unique(work.sequence):
         rows = np.flatnonzero((work.sequence == b) & (agree >= 0))
@@ -319,7 +357,10 @@ def _prefixes(work: Work, agree: Float[np.ndarray, " n"], middle: float) -> Bool
     return found
 
 
-def _table(work: Work, own: OwnRoutes, best: Explanation) -> list[SiteRow]:
+def _table(work: TokenRows, own: OwnRoutes, best: Explanation) -> list[SiteRow]:
+    """Return the agreement of each site under an explanation.
+
+    The limit allows three times the floor's disagreement, 1 % of slots, and three standard errors of the sample."""
     a, b, _ = pairs_of(work, own, best.shift)
     agree, floors = best.slots(a, b), _floors(own)
     usual = float(np.mean(floors))
@@ -333,16 +374,18 @@ def _table(work: Work, own: OwnRoutes, best: Explanation) -> list[SiteRow]:
     return rows
 
 
-def _nothing(captured: Captured, own: OwnRoutes, *findings: Finding) -> RouteCheck:
+def _nothing_compared(captured: Captured, own: OwnRoutes, *findings: Finding) -> RouteCheck:
+    """Return the result for a capture of which nothing can be compared."""
     return RouteCheck(findings, (), len(captured.ids), 0, 0.0, 0.0, float(np.mean(_floors(own))), 0.0)
 
 
 def _floors(own: OwnRoutes) -> list[float]:
-    """Slots that the model and its copy in other arithmetic share, by site."""
+    """Return the share of slots that the model and its copy in other arithmetic agree in, by site."""
     tokens = (own.ids >= 0).all((2, 3))
     ours, copy = own.ids[tokens], own.floor[tokens]
     return [float(slots_of(ours[:, site], copy[:, site]).mean()) for site in range(len(own.sites))]
 
 
 def _percent(share: float) -> str:
+    """Return a fraction as a percentage with one decimal."""
     return f"{100 * share:.1f} %"

@@ -1,4 +1,4 @@
-"""Which explanation of captured routes agrees best: as they are, shifted, layers in another order, ids renamed."""
+"""The search for explanations of captured routes: as captured, shifted, layers in another order, ids renamed."""
 
 from dataclasses import dataclass
 
@@ -6,21 +6,26 @@ import numpy as np
 from jaxtyping import Bool, Float, Integer
 from scipy.optimize import linear_sum_assignment
 
-from moe_rl.drift.captured import OwnRoutes, Work
+from moe_rl.drift.captured import OwnRoutes, TokenRows
 
 Renaming = tuple[np.ndarray, np.ndarray]
-"""Ids that were captured, growing, and the expert that each is."""
+"""Captured ids in ascending order, and the expert that each one stands for."""
 SHIFTS = range(-3, 4)
 MOST_IDS = 1024
-"""Ids that are told apart at a layer."""
+"""Most ids that are told apart at a layer."""
 SEARCHED = 2048
-"""Tokens that shifts, layers and ids are searched on; the table counts all."""
+"""Most tokens that shifts, layers and ids are searched on; the final table counts all tokens."""
 PENALTY = 0.03
-"""What a more complicated explanation must gain in agreement."""
+"""How much agreement an explanation must gain for each step by which it is more complicated."""
 
 
 @dataclass(frozen=True)
 class Explanation:
+    """One way to read captured routes, and how well it agrees with the model.
+
+    shift: row t holds the routes of token t + shift. layers: the captured layer of each site, -1 for none. maps: a
+    renaming of ids for each site, or None. agreement: mean share of slots that agree. steps: how complicated it is."""
+
     shift: int
     layers: tuple[int, ...]
     maps: tuple[Renaming, ...] | None
@@ -29,19 +34,22 @@ class Explanation:
 
     @property
     def score(self) -> float:
+        """The agreement, less PENALTY for each step."""
         return self.agreement - PENALTY * self.steps
 
     def slots(self, a: np.ndarray, b: np.ndarray) -> dict[int, Float[np.ndarray, " n"]]:
-        """Slot agreement of each pair of `pairs_of`, at every site that has a captured layer."""
+        """Return the slot agreement of each pair of rows (`pairs_of`), at every site that has a captured layer."""
         there = [(site, a[:, c]) for site, c in enumerate(self.layers) if c >= 0]
         if self.maps is not None:
             there = [(site, mapped(ids, self.maps[site])) for site, ids in there]
         return {site: slots_of(ids, b[:, site]) for site, ids in there}
 
 
-def explanations(work: Work, own: OwnRoutes, layers: tuple[int, ...]) -> list[Explanation]:
-    """As it is, `layers` being the expected ones (-1 for a site that has none); shifted; layers in another order; ids
-    renamed; the last two shifted, too."""
+def explanations(work: TokenRows, own: OwnRoutes, layers: tuple[int, ...]) -> list[Explanation]:
+    """Return the possible explanations of a capture, "as captured" first.
+
+    The others are shifted, have layers in another order, or have renamed ids; the last two also shifted. layers: the
+    expected captured layer of each site, -1 for none."""
     a, b, _ = pairs_of(work, own, 0, SEARCHED)
     rates = [slots_of(a[:, c], b[:, site]).mean() for site, c in enumerate(layers) if c >= 0 and len(a)]
     found = [Explanation(0, layers, None, float(np.mean(rates or [0.0])), 0)]
@@ -60,7 +68,7 @@ def explanations(work: Work, own: OwnRoutes, layers: tuple[int, ...]) -> list[Ex
         if best != layers:
             rate = float(overlaps[captured, sites].mean())
             found.append(Explanation(shift, best, None, rate, moved + 1))
-        # Fitted on every other word of the text and judged on the rest, for what is said twice is routed alike.
+        # Fitted on every other token id and judged on the rest, because equal tokens are routed alike.
         odd = np.unique(work.tokens[rows], return_inverse=True)[1] % 2 == 1
         even = ~odd
         if min(layers) >= 0 and min(odd.sum(), even.sum()) >= 8:
@@ -71,9 +79,12 @@ def explanations(work: Work, own: OwnRoutes, layers: tuple[int, ...]) -> list[Ex
 
 
 def pairs_of(
-    work: Work, own: OwnRoutes, shift: int, most: int | None = None
+    work: TokenRows, own: OwnRoutes, shift: int, most: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of the capture, the model's rows `shift` tokens later where these are routes, and which rows these are."""
+    """Return captured rows, the model's rows `shift` tokens later, and the indices of these captured rows.
+
+    Rows for which the model has no such row are left out. most: the most pairs to return, evenly spaced; None: all.
+    """
     target = work.position + shift
     rows = np.flatnonzero((target >= 0) & (target < own.ids.shape[1]))
     rows = rows[(own.ids[work.sequence[rows], target[rows]] >= 0).all((1, 2))]
@@ -83,45 +94,48 @@ def pairs_of(
 
 
 def _named(ids: np.ndarray) -> Integer[np.ndarray, " E"]:
-    """The ids that occur, however large; of more than any model has experts the most frequent."""
+    """Return the ids that occur, in ascending order; of more than MOST_IDS, the most frequent ones."""
     named, often = np.unique(ids[ids >= 0], return_counts=True)
     return named if len(named) <= MOST_IDS else np.sort(named[np.argsort(-often, kind="stable")[:MOST_IDS]])
 
 
 def _overlaps(a: np.ndarray, b: np.ndarray) -> Float[np.ndarray, "layers L"]:
-    """Mean slot agreement of every captured layer with every site."""
+    """Return the mean slot agreement of every captured layer with every site."""
     both = np.intersect1d(_named(a), _named(b))
-    x, y = (_hot(ids, both).reshape(ids.shape[1], -1) for ids in (a, b))
+    x, y = (_one_hot(ids, both).reshape(ids.shape[1], -1) for ids in (a, b))
     found: np.ndarray = x @ y.T / max(1, len(a) * a.shape[2])
     return found
 
 
-def _hot(ids: Integer[np.ndarray, "n layers K"], named: Integer[np.ndarray, " E"]) -> Float[np.ndarray, "layers n E"]:
-    """1 where an expert is in the set; ids that are not `named` are in none."""
+def _one_hot(
+    ids: Integer[np.ndarray, "n layers K"], named: Integer[np.ndarray, " E"]
+) -> Float[np.ndarray, "layers n E"]:
+    """Return an array that is 1 where an expert of `named` is in a row's set, else 0; other ids are ignored."""
     hot = np.zeros((ids.shape[1], len(ids), len(named) + 1), np.float32)
     np.put_along_axis(hot, _place(ids, named).transpose(1, 0, 2), 1, axis=2)
     return hot[..., :-1]
 
 
 def _place(ids: np.ndarray, named: np.ndarray) -> np.ndarray:
-    """Where each id stands among the `named`, which grow; behind them if it does not."""
+    """Return the index of each id in the ascending `named`, or their number for an id that is not among them."""
     place = np.searchsorted(named, ids)
     return np.where(np.append(named, -1)[place] == ids, place, len(named))
 
 
 def _renamed(captured: np.ndarray, model: np.ndarray, fit: Bool[np.ndarray, " n"]) -> Renaming:
-    """For each captured id the expert that comes with it most often on the rows `fit`."""
+    """Return for each captured id the expert that comes with it most often on the rows `fit`."""
     theirs, ours = _named(captured[fit]), _named(model[fit])
-    together = _hot(captured[fit, None], theirs)[0].T @ _hot(model[fit, None], ours)[0]
+    together = _one_hot(captured[fit, None], theirs)[0].T @ _one_hot(model[fit, None], ours)[0]
     return theirs, ours[together.argmax(1)]
 
 
 def mapped(ids: np.ndarray, renaming: Renaming) -> np.ndarray:
-    """-1 for an id that is not renamed."""
+    """Return the expert that each id stands for, -1 for an id that is not in the renaming."""
     named, experts = renaming
     return np.append(experts, -1)[_place(ids, named)]
 
 
 def slots_of(a: Integer[np.ndarray, "n K"], b: Integer[np.ndarray, "n K"]) -> Float[np.ndarray, " n"]:
+    """Return the share of the K experts of each row of `b` that are in the same row of `a`."""
     found: np.ndarray = (a[:, :, None] == b[:, None, :]).any(1).mean(-1)
     return found

@@ -1,4 +1,6 @@
-"""One comparison from beginning to end: check, measure, write. The output folder appears whole or not at all."""
+"""The comparison of two checkpoints from beginning to end: check, measure, write.
+
+The output folder appears whole or not at all."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -34,7 +36,7 @@ WRITTEN = (
 
 
 def run_drift(options: DriftOptions) -> Path:
-    """Compare two checkpoints, and write tables, figures and `report.html`; returns the folder.
+    """Compare two checkpoints, write tables, figures and `report.html`, and return the folder.
 
     Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
     """
@@ -70,8 +72,11 @@ def run_drift(options: DriftOptions) -> Path:
 def checked(
     options: DriftOptions, labels: Sequence[str], default: str, written: Sequence[str]
 ) -> tuple[Path, Text, torch.device, list[Load]]:
-    """All that can be wrong before a model is loaded: the folder to write (by default of this name), the text, the
-    device, and what loads each checkpoint. labels: what they are called in messages. Raises DriftError."""
+    """Check everything that can be wrong before a model is loaded. Raises DriftError.
+
+    Returns the folder to write, the text, the device, and a function that loads each checkpoint. labels: the names of
+    the checkpoints in messages. default: the name of the folder if none is given. written: the names of what will be
+    written there, the one that marks a result first."""
     device = pair.check_device(options.device)
     dtype = pair.check_dtype(options.dtype)
     check_least(options, batch_size=1, max_tokens=2, floor_sequences=0)
@@ -87,7 +92,7 @@ def checked(
 
 
 def say(folder: Path) -> None:
-    """Print the summary of a comparison that is on disk."""
+    """Print the summary of a finished comparison."""
     results = json.loads((folder / "drift.json").read_text())
     print(pair_verdict(results))
     for topic, text in summary(results):
@@ -96,7 +101,7 @@ def say(folder: Path) -> None:
 
 
 def _counted(measured: Iterator[Measured], path: Path) -> Sums | None:
-    """The sums of all batches, None where there is none; the per-token table is written, a row group for each batch."""
+    """Write the per-token table, a row group for each batch, and return the sums of all batches, None without any."""
     total: Sums | None = None
     writer: pq.ParquetWriter | None = None
     try:
@@ -115,7 +120,7 @@ def _counted(measured: Iterator[Measured], path: Path) -> Sums | None:
 def _results(
     options: DriftOptions, names: list[str], text: Text, sums: Sums, floor: Floor, device: torch.device, alone: bool
 ) -> dict[str, Any]:
-    """All that drift.json holds and the page says; null where a number does not exist."""
+    """Return all that drift.json holds and the page says, with None for a number that does not exist."""
     counts, shares = sums.counts, sums.shares
     old, new = options.checkpoints
     results = {

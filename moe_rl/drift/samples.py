@@ -1,4 +1,4 @@
-"""Responses that OLD itself writes to the prompts: the text on which ratios and k3 are those of a policy update."""
+"""Responses that OLD itself samples to the prompts: the text on which ratios and k3 are those of a policy update."""
 
 import json
 import shutil
@@ -19,11 +19,11 @@ from moe_rl.rollout.engine import ModelEngine, seeded_generator
 
 Load = Callable[[], nn.Module]
 FILE = "samples.jsonl"
-"""Beside the results; `--prompts` takes it again."""
+"""Name of the file of responses in the output folder; `--prompts` takes it again."""
 
 
 def check_sampling(options: DriftOptions, text: Text, output: Path) -> None:
-    """Everything that can be wrong with sampling before a model is loaded. Raises DriftError."""
+    """Raise DriftError for everything that can be wrong with sampling before a model is loaded."""
     if text.path.resolve().is_relative_to(partial_of(output)):
         raise DriftError(f"--prompts: {text.path} lies in a folder that is emptied first; move it elsewhere")
     if options.sample is None:
@@ -46,9 +46,12 @@ def check_sampling(options: DriftOptions, text: Text, output: Path) -> None:
 
 
 def to_measure(options: DriftOptions, text: Text, load: Load, folder: Path, output: Path) -> tuple[Text, Load]:
-    """`text` as it stands or, under `sample`, the responses of the model that `load` gives, written to `folder`; and
-    `load`, after which `text.of_old` says whether that model wrote the samples: a folder may hold other weights by now,
-    or be read with another base or dtype. A file that lies in `output`, which `folder` will replace, is taken over."""
+    """Return the text to measure, and the function that loads the first checkpoint.
+
+    The text is `text` or, with `options.sample`, the responses of the model that `load` returns, written to `folder`.
+    The returned function also sets the text's `of_old`: whether the loaded model wrote the samples, because by now its
+    folder may hold other weights, or be read with another base or dtype. A file of prompts in `output`, which `folder`
+    will replace, is copied to `folder`."""
     if text.path.resolve().is_relative_to(output.resolve()):
         shutil.copyfile(text.path, folder / text.path.name)
     if options.sample is not None:
@@ -59,11 +62,12 @@ def to_measure(options: DriftOptions, text: Text, load: Load, folder: Path, outp
         ):
             for lines in _sampled(load(), text, options, size):
                 file.writelines(lines)
-                file.flush()  # what goes wrong afterwards does not take it along
+                file.flush()  # so that a later error does not lose these responses
                 tick()
         text = Text(folder / FILE, text.known, text.max_tokens, text.batch_size)
 
     def recognising() -> nn.Module:
+        """Load the model, and note in `text.of_old` whether its fingerprint is the sampler's."""
         model = load()
         if text.holds.sampler_sha256 is not None:
             text.of_old = text.of_old is not False and text.holds.sampler_sha256 == fingerprint(model)
@@ -73,18 +77,23 @@ def to_measure(options: DriftOptions, text: Text, load: Load, folder: Path, outp
 
 
 def _sampled(model: nn.Module, text: Text, options: DriftOptions, size: int) -> Iterator[list[str]]:
-    """The lines of the file, of `size` prompts at a time. What is drawn for a prompt follows from seed and line."""
+    """Yield the lines of the file of responses, those of `size` prompts at a time.
+
+    The random numbers of a prompt depend only on the seed and the prompt's line.
+    """
     G, N, tokenizer = options.sample or 0, options.max_new_tokens, text.known.tokenizer
     device = next(model.parameters()).device
     engine, ends = ModelEngine(model, tokenizer, options.batch_size), end_tokens(model, tokenizer).to(device)
     old = options.checkpoints[0]
-    place = str(place_of(old)) if Path(old).expanduser().exists() else old  # wherever the command is called
+    place = (
+        str(place_of(old)) if Path(old).expanduser().exists() else old
+    )  # absolute, so that it does not depend on the current folder
     common = {"temperature": options.temperature, "sampled_from": place, "sampler_sha256": fingerprint(model)}
     for held in in_batches(text.questions(N), size):
-        laid = aligned(held, tokenizer.pad_token_id)
+        padded_rows = aligned(held, tokenizer.pad_token_id)
         drawn = [seeded_generator(options.seed, "drift", example.line) for example in held]
         uniform = torch.cat([torch.rand(G, N, generator=one, dtype=torch.float64) for one in drawn]).to(device)
-        ids, mask = laid.input_ids.to(device), laid.attention_mask.to(device)
+        ids, mask = padded_rows.input_ids.to(device), padded_rows.attention_mask.to(device)
         prompt = torch.arange(len(held) * G, device=device) // G
         tokens, _, _ = engine.decode(ids, mask, prompt, uniform, ends, options.temperature, record=False)
         lines = []

@@ -1,7 +1,7 @@
-"""Checkpoints of one training on one text: each against the first, and against the one before it.
+"""The comparison of a series of checkpoints on one text: each with the first, and with the one before it.
 
-One model is in memory at a time. The first is loaded twice: to begin with, and at the end to carry the routers of every
-other. What is measured is on disk after every checkpoint, in OUTPUT.partial, which becomes OUTPUT at the end.
+One model is in memory at a time. The first is loaded twice: at the beginning, and at the end, with the routers of every
+other checkpoint. Results are on disk after every checkpoint, in OUTPUT.partial, which becomes OUTPUT at the end.
 """
 
 import json
@@ -38,9 +38,11 @@ WRITTEN = "series.json", "series.csv", "sites.csv", "report.html", "figures", FI
 Gates = Mapping[str, Tensor]
 
 
-class Held:
-    """What one checkpoint changed: against the first (`gap`), against the one before, and with swapped routers
-    (`counts`, by name). `gates`: its own routers."""
+class CheckpointChange:
+    """Sums of one checkpoint's routing changes and log-ratios, batch by batch.
+
+    gates: the checkpoint's own routers. gap: changes and log-ratios against the first checkpoint. counts: changes
+    against the checkpoint before ("step"), and against the first one with swapped routers ("routers", "body")."""
 
     def __init__(self, name: str, gates: Gates) -> None:
         self.name, self.gates = name, gates
@@ -48,20 +50,26 @@ class Held:
         self.counts: dict[str, ChangeCounts] = {}
 
     def add(self, batch: TextBatch, first: Scored, last: Scored, own: Scored, replayed: Tensor) -> None:
+        """Add a batch, as scored by the first, the previous and this checkpoint; replayed: under the first's routes."""
         self.gap.add(first, own, replayed, batch.text.completion_mask.cpu())
         self.change("step", batch, last, own)
 
     def change(self, name: str, batch: TextBatch, old: Scored, new: Scored) -> None:
+        """Add the routing changes of a batch under a name of `counts`."""
         counts = change_counts(old.routes, new.routes, batch.text.completion_mask.cpu())
         self.counts[name] = self.counts[name] + counts if name in self.counts else counts
 
     @property
     def tokens(self) -> int:
+        """How many tokens were compared with the first checkpoint."""
         return self.gap.counts.tokens_total if self.gap.counts is not None else 0
 
     def row(self) -> dict[str, Any]:
-        """`change` and `step`: slot, site and token change against the first and against the one before; `gap`: the
-        log-ratio against the first, natural and replayed (`gap_split`); `gate_swap`."""
+        """Return the checkpoint's entry of `rows` in series.json.
+
+        `change` and `step`: slot, site and token change against the first checkpoint and against the one before; `gap`:
+        the log-ratio against the first, natural and replayed (`gap_split`); `gate_swap`: changes with swapped routers,
+        None if not measured."""
         assert self.gap.counts is not None
         step, *swaps = (rates_of(self.counts[name]) for name in ("step", "routers", "body") if name in self.counts)
         return {
@@ -76,8 +84,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Passes:
-    """The forwards. loads: of each model. cache: a folder for the routes and log-probabilities of two
-    checkpoints."""
+    """The passes over the text, one or two for each checkpoint.
+
+    loads: a function for each checkpoint that loads its model. cache: a folder for the routes and log-probabilities of
+    two checkpoints. tick: is called after every batch."""
 
     names: Sequence[str]
     loads: Sequence[Load]
@@ -85,10 +95,10 @@ class Passes:
     cache: Path
     tick: Tick
 
-    def first(self, floor: Floor) -> Held:
-        """Score the first checkpoint, measure its noise floor; its row is of zeros."""
+    def first(self, floor: Floor) -> CheckpointChange:
+        """Score the first checkpoint, and measure its noise floor; its own changes are all 0."""
         model = self.loads[0]()
-        held = Held(self.names[0], gates_of(model))
+        held = CheckpointChange(self.names[0], gates_of(model))
         for number, batch in enumerate(self.text.batches()):
             before = scored("checkpoint 1", model, batch.text)
             floor.add(model, batch.text, before)
@@ -99,10 +109,13 @@ class Passes:
         floor.close()
         return held
 
-    def other(self, index: int, gates: Gates | None) -> Held:
-        """Score a further checkpoint, live and with the first one's routes and, given `gates`, with its routers."""
+    def other(self, index: int, gates: Gates | None) -> CheckpointChange:
+        """Score a further checkpoint, live and with the first one's routes.
+
+        gates: the first one's routers, with which it is scored, too; None leaves that out.
+        """
         model = self.loads[index]()
-        held = Held(self.names[index], gates_of(model))
+        held = CheckpointChange(self.names[index], gates_of(model))
         for number, batch in enumerate(self.text.batches()):
             (before, _), (last, _) = (kept_scored(self.cache, f"{name}_{number}") for name in ("first", "last"))
             after = scored(f"checkpoint {index + 1}", model, batch.text)
@@ -114,19 +127,19 @@ class Passes:
             self.tick()
         return held
 
-    def swapped(self, helds: Sequence[Held]) -> None:
-        """The first checkpoint again, with the routers of every other, into their rows."""
+    def swapped(self, changes: Sequence[CheckpointChange]) -> None:
+        """Score the first checkpoint again with the routers of every other one, and add the changes to theirs."""
         model = self.loads[0]()
         for number, batch in enumerate(self.text.batches()):
             before, _ = kept_scored(self.cache, f"first_{number}")
-            for held in helds:
+            for held in changes:
                 with with_gates(model, held.gates):
                     held.change("routers", batch, before, score_live(model, batch.text))
             self.tick()
 
 
 def run_series(options: DriftOptions) -> Path:
-    """Compare, and write series.json, series.csv, sites.csv, figures and report.html; returns the folder.
+    """Compare a series, write series.json, series.csv, sites.csv, figures and report.html, and return the folder.
 
     Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
     """
@@ -138,17 +151,18 @@ def run_series(options: DriftOptions) -> Path:
     labels = [f"checkpoint {i} ({name})" for i, name in enumerate(names, start=1)]
     output, given, device, loads = checked(options, labels, f"{names[0]}_to_{names[-1]}", WRITTEN)
     floor = Floor(options.floor_sequences)
-    helds: list[Held] = []
+    changes: list[CheckpointChange] = []
 
     def results_now() -> dict[str, Any]:
+        """Return what is measured so far, as series.json holds it."""
         return {
             "checkpoints": paths,
             "steps": checkpoints.steps_of(names),
             "other_settings": text.known.other_settings,
             "adapters": text.known.adapters,
             "floor": floor.results(),
-            "rows": [held.row() for held in helds],
-            **record_of(text, options, device, "per_site", "one_at_a_time"),  # these are of pairs alone
+            "rows": [held.row() for held in changes],
+            **record_of(text, options, device, "per_site", "one_at_a_time"),  # these options do nothing in a series
         }
 
     with unfinished(output) as folder:
@@ -159,20 +173,20 @@ def run_series(options: DriftOptions) -> Path:
             first = passes.first(floor)
             if not first.tokens:
                 raise text.nothing_left()
-            helds.append(first)
+            changes.append(first)
             for index in range(1, len(paths)):
-                helds.append(passes.other(index, first.gates if options.gate_swap else None))
-                _write(folder, results_now(), helds, complete=False)
+                changes.append(passes.other(index, first.gates if options.gate_swap else None))
+                _write(folder, results_now(), changes, complete=False)
             if options.gate_swap:
-                passes.swapped(helds[1:])
-        results = _write(folder, results_now(), helds, complete=True)
-        figures = draw(results, _sites(helds), folder / "figures")
+                passes.swapped(changes[1:])
+        results = _write(folder, results_now(), changes, complete=True)
+        figures = draw(results, _sites(changes), folder / "figures")
         write_atomic(folder / "report.html", render(results, figures))
     return output
 
 
 def say_series(folder: Path) -> None:
-    """Print what a finished series says."""
+    """Print the results of a finished series."""
     results = json.loads((folder / "series.json").read_text())
     print(results["verdict"])
     print(f"Text: {text_sentence(results['text'], results['rows'][0]['name'])}.")
@@ -187,16 +201,18 @@ def say_series(folder: Path) -> None:
     print(f"report: {folder / 'report.html'}")
 
 
-def _write(folder: Path, results: dict[str, Any], helds: Sequence[Held], complete: bool) -> dict[str, Any]:
-    """The numbers so far, of two checkpoints at least."""
+def _write(
+    folder: Path, results: dict[str, Any], changes: Sequence[CheckpointChange], complete: bool
+) -> dict[str, Any]:
+    """Write series.json, series.csv and sites.csv of two or more checkpoints; return what series.json holds."""
     swap = swap_sentence(results["rows"][-1]["gate_swap"])
     whole: dict[str, Any] = finite({"verdict": series_verdict(results), "swap": swap, "complete": complete, **results})
     write_json(folder / "series.json", whole)
     write_atomic(folder / "series.csv", series_table(results["rows"]).to_csv(index=False))
-    write_atomic(folder / "sites.csv", _sites(helds).to_csv(index=False))
+    write_atomic(folder / "sites.csv", _sites(changes).to_csv(index=False))
     return whole
 
 
-def _sites(helds: Sequence[Held]) -> pd.DataFrame:
-    """One row per checkpoint and routing site, against the first checkpoint."""
-    return pd.concat([site_table(held.gap.counts, checkpoint=held.name) for held in helds if held.gap.counts])
+def _sites(changes: Sequence[CheckpointChange]) -> pd.DataFrame:
+    """Return a table of one row per checkpoint and routing site: changes against the first checkpoint."""
+    return pd.concat([site_table(held.gap.counts, checkpoint=held.name) for held in changes if held.gap.counts])

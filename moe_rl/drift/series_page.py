@@ -1,4 +1,4 @@
-"""Figures and the page of a series of checkpoints."""
+"""Table, figures and page of a series of checkpoints."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,8 +27,11 @@ SWAPS = {
 
 
 def series_table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """One row per checkpoint. `slot_change`, `slots_changed`, `slots`, ...: against the first; `step_*`: against the
-    one before; `swap_routers_*`, `swap_body_*`: with its routers, or its body, alone; then what `gap_split` says."""
+    """Return a table of one row per checkpoint.
+
+    `slot_change`, `slots_changed`, `slots`, ...: against the first checkpoint; `step_*`: against the one before;
+    `swap_routers_*`, `swap_body_*`: the first checkpoint with only the routers, or only the body, of this one; then the
+    entries of `gap_split`."""
     table = []
     for row in rows:
         found: dict[str, Any] = {"name": row["name"]}
@@ -43,7 +46,7 @@ def series_table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def positions_of(results: Mapping[str, Any]) -> tuple[np.ndarray, str]:
-    """Where the checkpoints stand on the x axis, and what it is called."""
+    """Return the places of the checkpoints on the x axis, and its label: training steps if known, else 1, 2, ..."""
     steps = results["steps"]
     if steps is not None:
         return np.array(steps, float), "step"
@@ -52,7 +55,7 @@ def positions_of(results: Mapping[str, Any]) -> tuple[np.ndarray, str]:
 
 @styled
 def series_curves(results: Mapping[str, Any], note: str) -> StudyFigure:
-    """Change against the first and the one before, log-ratios natural and replayed, routers and body apart."""
+    """Draw changes against the first checkpoint and the one before, log-ratios, and changes with swapped routers."""
     table = series_table(results["rows"])
     x, what = positions_of(results)
     swapped = "swap_body_slot_change" in table
@@ -69,7 +72,7 @@ def series_curves(results: Mapping[str, Any], note: str) -> StudyFigure:
     if swapped:
         columns = {"both": "slot_change", "body": "swap_body_slot_change", "routers": "swap_routers_slot_change"}
         for name, (colour, marker, words) in SWAPS.items():
-            values = 100 * table[columns[name]].fillna(0.0)  # the first is itself
+            values = 100 * table[columns[name]].fillna(0.0)  # the first checkpoint was not swapped with itself
             swap.plot(x, values, color=colour, marker=marker, ms=3, label=words)
         _legend(swap, len(SWAPS))
     else:
@@ -93,14 +96,14 @@ def series_curves(results: Mapping[str, Any], note: str) -> StudyFigure:
 
 
 def _legend(ax: Axes, lines: int) -> None:
-    """A legend within the axes, in room that is made for it above the curves."""
+    """Add a legend of so many lines inside the axes, and raise their upper end so that it covers no curve."""
     ax.set_ylim(top=(1 + 0.23 * lines) * ax.dataLim.y1 or 1)
     ax.legend(loc="upper left")
 
 
 @styled
 def series_sites(sites: pd.DataFrame, results: Mapping[str, Any], note: str) -> StudyFigure:
-    """Slot change against the first checkpoint, site by checkpoint."""
+    """Draw a heat map of slot change against the first checkpoint, site by checkpoint."""
     names = [row["name"] for row in results["rows"]]
     table = sites.assign(slot_change=sites["slots_changed"] / sites["slots"])
     order = list(dict.fromkeys(table["site"]))
@@ -122,7 +125,7 @@ def series_sites(sites: pd.DataFrame, results: Mapping[str, Any], note: str) -> 
 
 
 def draw(results: Mapping[str, Any], sites: pd.DataFrame, folder: Path) -> list[StudyFigure]:
-    """All figures, saved in every format."""
+    """Draw all figures, and save each in every format. sites: changes by checkpoint and site."""
     note = (
         f"{results['rows'][0]['tokens']:,} tokens, the same for all. Noise floor: {_floor(results) or 'not measured.'}"
     )
@@ -133,7 +136,7 @@ def draw(results: Mapping[str, Any], sites: pd.DataFrame, folder: Path) -> list[
 
 
 def render(results: Mapping[str, Any], figures: Sequence[StudyFigure]) -> str:
-    """The page: self-contained, without scripts."""
+    """Return the page as HTML, self-contained and without scripts."""
     rows = [_cells(row) for row in results["rows"]]
     adapters = adapters_sentence(results) if results["adapters"] else ""
     tokens = f"{results['rows'][0]['tokens']:,} tokens of {results['examples']} examples"
@@ -142,6 +145,7 @@ def render(results: Mapping[str, Any], figures: Sequence[StudyFigure]) -> str:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a checkpoint's row of the page's table."""
     swap = row["gate_swap"] or {}
     rates = [row["change"][level]["rate"] for level in LEVELS] + [row["step"]["slot"]["rate"]]
     rates += [swap[name]["slot"]["rate"] if name in swap else None for name in ("routers", "body")]
@@ -156,4 +160,5 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _floor(results: Mapping[str, Any]) -> str:
+    """Return the noise floor of the first checkpoint in a sentence, empty if not measured."""
     return floor_text(results["rows"][0]["name"], results["floor"])

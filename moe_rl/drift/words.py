@@ -1,4 +1,4 @@
-"""A comparison in sentences: how much changed, how many times the noise floor that is; and numbers in sentences."""
+"""Sentences about a comparison (how much changed, and how many times the noise floor), and numbers as text."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,26 +10,27 @@ from moe_rl.study.words import count
 
 
 def number(value: float | None) -> str:
-    """Three digits; without an exponent where that stays short."""
+    """Return a number with three significant digits as text; a dash for None or a number that is not finite."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:.3g}".replace("-", "−")
 
 
 def percent(value: float | None) -> str:
+    """Return a fraction as a percentage with three significant digits; a dash as in `number`."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{100 * value:.3g} %".replace("-", "−")
 
 
 def pair_verdict(results: Mapping[str, Any]) -> str:
-    """Of two checkpoints; the same sentence on the terminal and at the top of the page."""
+    """Return the verdict on two checkpoints in one sentence, for the terminal and the top of the page."""
     change = results["change"]
     return f"{_changed(change, results['old_name'], results['new_name'])}{_times(change, results)}."
 
 
 def settings_sentence(differ: Sequence[str]) -> str:
-    """What is said of configurations that differ."""
+    """Return the sentence about configurations that differ."""
     return f"{'; '.join(differ)}. What that does is counted as weight, though no weight may have moved."
 
 
@@ -38,11 +39,11 @@ KINDS = {
     "texts": "whole texts",
     "prompts": "prompts without responses (what RL sees are responses: drift --sample)",
 }
-"""What is measured of an example (`kind_of`), in words; of samples see `text_sentence`."""
+"""What is measured of an example (`kind_of`), in words; `text_sentence` has the words for samples."""
 
 
 def text_sentence(text: Mapping[str, Any], old: str) -> str:
-    """Which text was measured. old: the name of the checkpoint that is the first."""
+    """Return in words which text was measured. old: the name of the first checkpoint."""
     whom = old if text["of_old"] else text["sampled_from"] or "another program"
     unknown = text["of_old"] is None and text.get("sampler_sha256") is None
     if text["sampled_from"] and (unknown or text["of_old"] is False):
@@ -56,7 +57,7 @@ def text_sentence(text: Mapping[str, Any], old: str) -> str:
 
 
 def measured_sentence(results: Mapping[str, Any], tokens: str, old: str) -> str:
-    """How many `tokens` of what (in words) were measured, which text that is, and what of it was left out."""
+    """Return in words how much was measured, of which text, and what was left out. tokens: how much, in words."""
     said = f"{tokens}: {text_sentence(results['text'], old)}"
     if results["truncated"]:
         said += f"; {results['truncated']:,} examples cut to {results['settings']['max_tokens']} tokens"
@@ -64,30 +65,34 @@ def measured_sentence(results: Mapping[str, Any], tokens: str, old: str) -> str:
 
 
 def model_sentence(results: Mapping[str, Any]) -> str:
+    """Return in words the model's architecture, and its numbers of parameters and routing sites."""
     sites = count(results["routing_sites"], "routing site")
     return f"{results['architecture']}, {results['parameters']:,} parameters, {sites}"
 
 
 def interval(row: Mapping[str, Any]) -> str:
-    """A 95 % interval in brackets behind a rate; empty where there is none."""
+    """Return a rate's 95 % interval in brackets, to stand behind the rate; empty if there is none."""
     low, high = row["low"], row["high"]
     return "" if None in (low, high) or not low < high else f" [{percent(low)[:-2]}, {percent(high)[:-2]}]"
 
 
 def own_samples(text: Mapping[str, Any]) -> bool:
-    """Whether all that was measured was drawn from the old checkpoint, so that averages over it are expectations."""
+    """Return whether the old checkpoint sampled the whole text, so that averages over it estimate expectations.
+
+    Greedy responses do not count.
+    """
     return bool(text["of_old"] and text["temperature"])
 
 
 def adapters_sentence(results: Mapping[str, Any]) -> str:
-    """What is said of checkpoints that are LoRA adapters."""
+    """Return the sentence about checkpoints that are LoRA adapters."""
     found, dtype = results["adapters"], results["settings"]["dtype"]
     of = {base: ", ".join(name for name in found if found[name] == base) for base in found.values()}
     return f"{'; '.join(f'{names} merged into {base}' for base, names in of.items())}, in {dtype}."
 
 
 def series_verdict(results: Mapping[str, Any]) -> str:
-    """Of a series: the last against the first, the floor, and where most of it came."""
+    """Return the verdict on a series: the last checkpoint against the first, the noise floor, and the largest step."""
     rows = results["rows"]
     last, names = rows[-1], [row["name"] for row in rows]
     text = f"{_changed(last['change'], names[0], names[-1])}{_times(last['change'], results)}"
@@ -99,7 +104,7 @@ def series_verdict(results: Mapping[str, Any]) -> str:
 
 
 def swap_sentence(swap: Mapping[str, Any] | None) -> str:
-    """Which of the two, routers or body, moves the selection; empty where it was not measured."""
+    """Return in words which of the two, routers or body, moves the selection; empty if not measured."""
     if not swap:
         return ""
     routers, body = (swap[name]["slot"]["rate"] for name in ("routers", "body"))
@@ -118,8 +123,9 @@ LEVELS = ("slot", "site", "token")
 
 
 def floors_of(floor: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Of each noise floor that was measured the largest of its variants: change of slots, sites and tokens, and
-    `gap_max`."""
+    """Return, for each noise floor that was measured, the largest values over its variants.
+
+    The values are the change of slots, sites and tokens, and `gap_max`, nats."""
     found = {}
     for name, members in FLOORS.items():
         if rows := [floor["variants"][variant] for variant in members if variant in floor["variants"]]:
@@ -129,7 +135,7 @@ def floors_of(floor: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def floor_text(old: str, floor: Mapping[str, Any], reasons: bool = True) -> str:
-    """The noise floor in a sentence, with the `reasons` for what is missing; empty where it was not measured."""
+    """Return the noise floor in a sentence, empty if not measured. reasons: whether to say why variants are missing."""
     parts = []
     for name, largest in floors_of(floor).items():
         changed = ", ".join(f"{percent(largest[level])} of {level}s" for level in LEVELS)
@@ -143,12 +149,13 @@ def floor_text(old: str, floor: Mapping[str, Any], reasons: bool = True) -> str:
 
 
 def _changed(change: Mapping[str, Any], old: str, new: str) -> str:
+    """Return in words how many slots and tokens changed."""
     slots, tokens = (percent(change[level]["rate"]) for level in ("slot", "token"))
     return f"{slots} of slots and {tokens} of tokens changed from {old} to {new}"
 
 
 def _times(change: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    """How many times each floor, by slots: the model's own arithmetic, and a bf16 copy."""
+    """Return in words the ratio of the slot change to each noise floor: own arithmetic, and a bf16 copy."""
     rate, parts = change["slot"]["rate"], []
     floors = {name: largest["slot"] for name, largest in floors_of(results["floor"]).items()}
     for name, words in (("own", "other arithmetic at equal weights"), ("bf16", "a bf16 copy")):
