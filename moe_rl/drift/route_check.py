@@ -269,6 +269,7 @@ def _other_requests(work: TokenRows, own: OwnRoutes, best: Explanation) -> tuple
             f"the others by {_percent(agree[kept & ~early].mean())}: routes of other requests, from reused slots?",
         )
         work.drop(early)
+        kept &= ~early
     compared = int(kept.sum())
     if compared < 32:
         work.found("few tokens", f"{compared} tokens can be compared: too few to be sure", fault=False)

@@ -93,7 +93,8 @@ def planned(devices: int | None, memory: float | None) -> Machine:
         raise ValueError(f"doctor: at least 1 device with some memory, got {count} with {size / 1e9:g} GB")
     kind = here.accelerator if memory is None else "planned"
     names, asked = ("planned device",) * count, devices is not None
-    return replace(here, accelerator=kind, devices=names, device_bytes=int(size), bf16=True, asked=asked)
+    bf16 = here.bf16 if memory is None else True  # more of the same devices compute what these do
+    return replace(here, accelerator=kind, devices=names, device_bytes=int(size), bf16=bf16, asked=asked)
 
 
 def available_memory() -> int:
