@@ -134,6 +134,7 @@ class CpuEngine:
 
     def _catcher(self, layer: int) -> Any:
         """Return the function that stores one layer's routes in `pieces`, by request."""
+
         def catch(ids: Any) -> None:
             if self.pieces is None:
                 return
