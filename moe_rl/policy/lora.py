@@ -108,7 +108,7 @@ def merged(policy: Any) -> Any:
         raise ModelError(f"PEFT's merge_and_unload refuses: {error}") from error
 
 
-def of_lora_run(checkpoint: Path) -> bool:
+def written_by_lora_run(checkpoint: Path) -> bool:
     """Return whether a run with `model.lora` wrote the folder's weights: a model and adapters, by PEFT's names."""
     try:
         with safe_open(checkpoint / "model.safetensors", "pt") as file:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_rl.checks import changed_since, unreadable_weights
 from moe_rl.measure.randomness import turn_off_randomness
 from moe_rl.policy.kept import COLD_START, REMEDY, kept_cold_start
-from moe_rl.policy.lora import LoraConfig, add_lora, merged_run, of_lora_run
+from moe_rl.policy.lora import LoraConfig, add_lora, merged_run, written_by_lora_run
 from moe_rl.policy.tiny import (
     TINY_EXPERTS,
     ColdStartConfig,
@@ -272,7 +272,7 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
             "policy did. For its weights without the bias copy config.json, model.safetensors and the tokenizer's "
             "files to a folder of their own"
         )
-    of_lora = of_lora_run(Path(path))
+    of_lora = written_by_lora_run(Path(path))
     try:
         with no_progress_bars(quiet=of_lora):
             loaded: Any = AutoModelForCausalLM.from_pretrained(

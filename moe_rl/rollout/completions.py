@@ -195,7 +195,7 @@ def encode_prompts(tokenizer: Any, problems: Sequence[Problem]) -> tuple[Int[Ten
     return ids, torch.arange(width) >= width - torch.tensor([[len(row)] for row in encoded])
 
 
-def made_of(
+def rollout_from_tokens(
     tokenizer: Any,
     problems: Sequence[Problem],
     group_size: int,
@@ -308,7 +308,7 @@ def unrouted_tokens(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
 
 
 @dataclass(frozen=True)
-class Fed:
+class CallPlace:
     """The place in the rollout of the tokens that one call of the model was fed."""
 
     rows: Int[Tensor, " n"]
@@ -316,7 +316,7 @@ class Fed:
     column: int  # column of the rollout in which the call's first token stands
 
 
-Trace = tuple[Fed, RoutedExperts]
+Trace = tuple[CallPlace, RoutedExperts]
 
 
 def assemble(traces: list[Trace], input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]) -> RoutedExperts:

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from moe_rl.measure.logprobs import evaluating, hf_model, token_logps
 from moe_rl.rollout.completions import (
     UNWRITTEN,
-    Fed,
+    CallPlace,
     Rollout,
     Trace,
     assemble,
     check_length,
     encode_prompts,
     end_tokens,
-    made_of,
+    rollout_from_tokens,
 )
 from moe_rl.rollout.engine_config import EXACT, NEVER, Engine, Tolerance, gathered
 from moe_rl.rollout.task import Problem, shortened
@@ -78,7 +78,7 @@ class ModelEngine:
         prompt = torch.arange(B, device=device) // group_size
 
         tokens, logps, traces = self.decode(prompts, prompt_mask, prompt, uniform, ends, temperature, record_routes)
-        rollout = made_of(
+        rollout = rollout_from_tokens(
             self.tokenizer, problems, group_size, prompts[prompt], prompt_mask[prompt], tokens, logps, ends
         )
         if record_routes:
@@ -215,7 +215,7 @@ class _Chunk:
     ):
         """Prefill the prompts. Row i of the chunk is row `rows[i]` of the result and continues prompt `prompt[i]`."""
         self.model, self.rows, self.cache = model, rows, None
-        self.fed: list[Fed] = []
+        self.fed: list[CallPlace] = []
         self.accepts = set(inspect.signature(hf_model(model).forward).parameters)
         used, place = torch.unique_consecutive(prompt, return_inverse=True)
         ids, mask = ids[used], mask[used].long()
@@ -243,7 +243,7 @@ class _Chunk:
             inputs["logits_to_keep"] = 1
         out = self.model(**inputs)
         source = torch.arange(len(self.rows), device=self.rows.device) if source is None else source
-        self.fed.append(Fed(self.rows, source, self.first + self.mask.shape[1] - new))
+        self.fed.append(CallPlace(self.rows, source, self.first + self.mask.shape[1] - new))
         self.cache = cache_left(out)
         self.logits = out.logits[:, -1].float()
 

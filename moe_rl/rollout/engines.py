@@ -135,11 +135,11 @@ def _own_engine(config: EngineConfig, model: nn.Module, tokenizer: Any) -> Engin
     ]
     if missing:
         raise EngineError(f"rollout.engine.kind: {config.kind} lacks {', '.join(missing)}; see moe_rl.rollout.Engine")
-    engine.sample = _answering_all(engine.sample, config.kind)
+    engine.sample = _with_checked_groups(engine.sample, config.kind)
     return engine
 
 
-def _answering_all(sample: Callable[..., Rollout], kind: str) -> Callable[..., Rollout]:
+def _with_checked_groups(sample: Callable[..., Rollout], kind: str) -> Callable[..., Rollout]:
     """Return `sample` wrapped to raise EngineError unless it gives one group for each problem, in the problems' order:
     training would not notice missing or exchanged groups."""
 

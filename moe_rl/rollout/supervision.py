@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from moe_rl.measure.catalogue import CATALOGUE
-from moe_rl.rollout.completions import UNWRITTEN, Rollout, encode_prompts, made_of
+from moe_rl.rollout.completions import UNWRITTEN, Rollout, encode_prompts, rollout_from_tokens
 from moe_rl.rollout.task import Problem, TaskError, checked_reward, token_ids, user_code
 
 
@@ -41,7 +41,7 @@ def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: ran
     ended = token_ids(tokenizer, [text + tokenizer.eos_token for text in texts], add_special_tokens=False)
     answers = pad_sequence([torch.tensor(ids) for ids in ended], batch_first=True, padding_value=UNWRITTEN)
     ends = torch.tensor([tokenizer.eos_token_id])
-    rollout = made_of(tokenizer, problems, 1, *prompts, answers, torch.zeros(answers.shape), ends)
+    rollout = rollout_from_tokens(tokenizer, problems, 1, *prompts, answers, torch.zeros(answers.shape), ends)
     return replace(rollout, completions=texts)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import causal_lm
 from moe_rl.processes import no_progress_bars
-from moe_rl.rollout.completions import UNWRITTEN, Rollout, check_length, encode_prompts, end_tokens, made_of
+from moe_rl.rollout.completions import UNWRITTEN, Rollout, check_length, encode_prompts, end_tokens, rollout_from_tokens
 from moe_rl.rollout.engine import NEVER, check_request, gathered
 from moe_rl.rollout.engine_config import (
     ARITHMETIC,
@@ -105,7 +105,7 @@ class VllmEngine:
         logps = torch.zeros(B, N)
         new = torch.arange(N) < _lengths(found, B, N)[:, None]
         drawn[new], logps[new] = _flat(found, "tokens", new).long(), _flat(found, "logps", new).float()
-        rollout = made_of(self.tokenizer, problems, group_size, prompts, mask, drawn, logps, ends)
+        rollout = rollout_from_tokens(self.tokenizer, problems, group_size, prompts, mask, drawn, logps, ends)
         return replace(rollout, routes=self._routes(rollout, found)) if record_routes else rollout
 
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:

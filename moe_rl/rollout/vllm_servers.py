@@ -33,8 +33,8 @@ FOLDER = Path(__file__).parent / "vllm_host"
 SWEEP = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
 
 
-class Asked:
-    """Base class of a server that answers frames. A subclass defines how a frame is sent and answered (`_answered`),
+class FrameClient:
+    """Base class of clients of a server that answers frames. A subclass defines how a frame is sent (`_answered`),
     the last lines that the server wrote (`said`), and how the server is ended (`stop`)."""
 
     def ask(
@@ -58,14 +58,16 @@ class Asked:
         return header, found
 
 
-class ServerProcess(Child, Asked):
+class ServerProcess(Child, FrameClient):
     """A running vLLM server of this machine, in a child process that is asked over its pipes."""
 
     def __init__(self, command: list[str], name: str, seconds: float):
-        """Args:
-        command: the program and its arguments; the folder is appended.
-        name: the server's name in messages.
-        seconds: time limit for an answer.
+        """Start the server's process.
+
+        Args:
+            command: the program and its arguments; the folder is appended.
+            name: the server's name in messages.
+            seconds: time limit for an answer.
 
         Raises:
             EngineError: the process cannot be started.
@@ -107,7 +109,7 @@ class ServerProcess(Child, Asked):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class HttpServer(Asked):
+class HttpServer(FrameClient):
     """A session with the vLLM server at a url; the session ends with this object, with `close`, or with this process.
 
     Attributes:
@@ -116,9 +118,11 @@ class HttpServer(Asked):
     """
 
     def __init__(self, url: str, seconds: float):
-        """Args:
-        url: where the server listens.
-        seconds: time limit for an answer.
+        """Begin a session with a server.
+
+        Args:
+            url: where the server listens.
+            seconds: time limit for an answer.
 
         Raises:
             EngineError: the server cannot be reached, refuses the session, or is in use.

@@ -33,9 +33,11 @@ class Child:
     """
 
     def __init__(self, command: list[str], env: dict[str, str] | None = None):
-        """Args:
-        command: the program and its arguments; the folder is appended.
-        env: environment of the process; None: that of this process.
+        """Start the process.
+
+        Args:
+            command: the program and its arguments; the folder is appended.
+            env: environment of the process; None: that of this process.
 
         Raises:
             OSError: the process cannot be started.
