@@ -46,8 +46,8 @@ COMPACT_SHARE = 0.25  # finished sequences leave the batch when they are this sh
 
 
 class ModelEngine:
-    """An engine in which the training model samples by itself: its weights are never stale, and its log-probabilities
-    differ from those of training only as cached decoding differs from one forward."""
+    """An engine in which a Hugging Face model samples by itself. If that is the training model, its weights are never
+    stale, and its log-probabilities differ from those of training only as cached decoding differs from one forward."""
 
     tolerance = EXACT
 

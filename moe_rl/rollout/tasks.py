@@ -39,7 +39,7 @@ class TaskConfig:
     """Settings of the task: its name and its options."""
 
     name: str = "mod_chain"
-    """A name in `TASKS`, or one's own class: `package.module:Class` or `path/to/file.py:Class`."""
+    """A name in `TASKS`, or a class of your own: `package.module:Class` or `path/to/file.py:Class`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task's class."""
     verifier_seconds: Positive | None = 60.0
