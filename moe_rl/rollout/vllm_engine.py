@@ -118,8 +118,8 @@ class VllmEngine:
         self.version = version
 
     def logps(self, rollout: Rollout, temperature: float = 1.0) -> Float[Tensor, "B T"]:
-        """Return vLLM's log-probabilities (nats) of the completion tokens, 0 elsewhere, on the rollout's device: on a CPU
-        by one forward over each sequence, on a GPU by decoding that takes the given tokens."""
+        """Return vLLM's log-probabilities (nats) of the completion tokens, 0 elsewhere, on the rollout's device: by one
+        forward over each sequence on a CPU, by decoding that takes the given tokens on a GPU."""
         mask, written = rollout.attention_mask.cpu().bool(), rollout.completion_mask.cpu()
         tokens = rollout.input_ids.cpu()[mask]
         lengths, completed = mask.sum(1), written.sum(1)
