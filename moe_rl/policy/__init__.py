@@ -1,4 +1,4 @@
-"""The policy: load a hub or local Mixture-of-Experts, or make the tiny one; adapters; router precision."""
+"""Policies: loading a hub or local Mixture-of-Experts model, or making the tiny one; adapters; router precision."""
 
 from moe_rl.policy.lora import LoraConfig
 from moe_rl.policy.models import ModelConfig, load_policy, seeded

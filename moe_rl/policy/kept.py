@@ -1,4 +1,4 @@
-"""Cold-started tiny models, kept in one folder each in hub format: whoever wants one again finds it."""
+"""Cache of cold-started tiny models, each in a folder of its own in hub format, so that each is made only once."""
 
 import hashlib
 import json
@@ -32,18 +32,18 @@ from moe_rl.rollout import Task
 from moe_rl.rollout.task import problems_of, user_code
 
 COLD_START = "cold_start.json"
-"""In the folder of a kept cold start: how it was made, and what its files are."""
+"""File in the folder of a kept cold start: the recipe of the model, its results, and the digests of its files."""
 REMEDY = "Delete the folder: it will be made anew."
 
 
 def kept_cold_start(
     tiny: TinyConfig, start: ColdStartConfig, task: Task, root: Path, progress: Progress | None
 ) -> tuple[Path, dict[str, Any]]:
-    """The folder in `root` of the model that this cold start makes, made now if it is not there, and what it reached.
+    """Return the folder in `root` of the cold-started model, made now if it is not there, and what the model reached.
 
-    Processes that want the same one at the same time make it once.
+    Processes that want the same model at the same time make it once.
 
-    Raises ModelError: it did not reach its `until_reward`, the folder is damaged or cannot be written.
+    Raises ModelError: the model did not reach its `until_reward`, the folder is damaged or cannot be written.
     """
     recipe = _recipe(tiny, start, task)
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
@@ -52,7 +52,8 @@ def kept_cold_start(
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelError(f"cannot keep cold-started models in {root}: {error}. Choose another folder.") from error
-    if not folder.exists():  # it comes by one rename: no lock is needed, where it may not even be written
+    # A folder that exists is complete, because one rename makes it. It needs no lock, which a read-only `root` forbids.
+    if not folder.exists():
         with one_at_a_time(root / f"{key}.lock"):
             if not folder.exists():
                 _make(tiny, start, task, recipe, folder, progress)
@@ -80,9 +81,10 @@ def kept_cold_start(
 def _make(
     tiny: TinyConfig, start: ColdStartConfig, task: Task, recipe: Any, folder: Path, progress: Progress | None
 ) -> None:
-    """Cold-start in fp32 on one thread with the tiny model's default implementations, whatever the run loads it with.
+    """Make a cold-started model in `folder`: in fp32, on one thread, with the tiny model's default implementations,
+    whatever implementations the run loads it with.
 
-    One that did not reach its reward is kept, too: whoever else wants it need not try again.
+    A model that did not reach its reward is kept, too, so that no other process tries again.
     """
     tokenizer = char_tokenizer(task.alphabet)
     model = build_tiny(tiny, tokenizer)
@@ -97,7 +99,7 @@ def _make(
         try:
             unfinished.rename(folder)
         except OSError:
-            if not folder.exists():  # made meanwhile, where there are no locks
+            if not folder.exists():  # it exists if another process made it meanwhile on a system without locks
                 raise
     except (OSError, SafetensorError) as error:
         raise ModelError(
@@ -108,9 +110,9 @@ def _make(
 
 
 def _recipe(tiny: TinyConfig, start: ColdStartConfig, task: Task) -> dict[str, Any]:
-    """All that decides a cold-started model on one machine: the task by what it shows and how it judges rather than by
-    what it is called, and what decides its rounding, instruction set and experts implementation (over some hundred
-    steps another rounding is another model)."""
+    """Return the recipe of a cold-started model, all that decides its weights on one machine: settings, the task's
+    problems, demonstrations and rewards (its name alone could stand for another task), and, because over some hundred
+    steps another rounding makes another model, instruction set and experts implementation."""
     rng = random.Random(0)
     shown: list[Any] = [getattr(task, "identity", "")]
     demonstrate = getattr(task, "demonstration", lambda *_: "")
@@ -118,7 +120,7 @@ def _recipe(tiny: TinyConfig, start: ColdStartConfig, task: Task) -> dict[str, A
         answer = problem.answer
         with user_code(task, "demonstration", problem):
             demonstration = demonstrate(problem, rng, 0.5)
-        # verifiers differ in what they take beside the bare answer
+        # verifiers differ in which texts they accept beside the bare answer
         judged = (answer, f"= {answer}", f"{answer} or {answer}", demonstration, "")
         with user_code(task, "reward", problem):
             rewards = [task.reward(problem, text) for text in judged]
@@ -138,7 +140,7 @@ def _recipe(tiny: TinyConfig, start: ColdStartConfig, task: Task) -> dict[str, A
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Sums in one order, however many threads the run may use."""
+    """Context manager: run torch on one thread, so that sums have one order however many threads the run may use."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

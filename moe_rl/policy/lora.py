@@ -1,6 +1,6 @@
-"""Low-rank adapters through PEFT (an optional package): train few weights of a large policy.
+"""Low-rank adapters (LoRA) by PEFT, an optional package: they train few weights of a large policy.
 
-The routers' selection moves all the same, since the hidden states that they see move.
+The routers' selection changes even if the routers are frozen, because the adapters change the routers' inputs.
 """
 
 import copy
@@ -28,9 +28,9 @@ INSTALL = "pip install '.[peft]' in the checkout of moe_rl"
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Which weights get adapters: W + (alpha / rank) B A, B = 0 at first (arXiv 2106.09685, section 4.1).
+    """Settings of low-rank adapters: W + (alpha / rank) B A, B = 0 at first (arXiv 2106.09685, section 4.1).
 
-    No dropout: the old and the new policy would differ by it.
+    There is no dropout, because old and new policy would differ by what it draws.
     """
 
     rank: Count = 16
@@ -41,13 +41,13 @@ class LoraConfig:
     """Weights that are not a Linear's, by the end of their names: `mlp.experts.gate_up_proj` and
     `mlp.experts.down_proj` hold all experts of a layer. Each forward then makes the whole adapted weight."""
     train_router: bool = False
-    """Also train the routers themselves: whole copies (they are small), the originals kept for the reference."""
+    """Also train the routers: whole copies of their (small) weights, while the originals are kept for the reference."""
     seed: Seed = 0
-    """Seed of the adapters' initial weights, apart from the run's."""
+    """Seed of the adapters' initial weights; it does not follow the run's seed."""
 
 
 def add_lora(model: Any, config: LoraConfig) -> Any:
-    """The model with trainable adapters in fp32 and all else frozen.
+    """Return the model with trainable adapters in fp32 and all other weights frozen.
 
     Raises:
         ModelError: PEFT is missing; a rank that makes no sense; names that the model does not have.
@@ -77,8 +77,8 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
 
 @contextmanager
 def peft_warnings() -> Iterator[None]:
-    """Inside, PEFT does not warn of names that transformers renamed, nor of what is refused behind it; but of settings
-    that it does not know, of a later version."""
+    """Context manager: silence PEFT's warnings of names that transformers renamed and of problems that moe_rl refuses
+    itself afterwards, but not of unknown settings, which a later version wrote."""
     with warnings.catch_warnings():
         for kind in (FutureWarning, UserWarning):
             warnings.simplefilter("ignore", kind)
@@ -87,7 +87,7 @@ def peft_warnings() -> Iterator[None]:
 
 
 def refuse_tied(policy: Any) -> None:
-    """Raises ModelError for an adapted weight that the model uses in two places: merging would move both."""
+    """Raise ModelError if an adapted weight is used in two places of the model (tied): merging would change both."""
     weights = list(policy.named_parameters(remove_duplicate=False))
     places = Counter(id(weight) for _, weight in weights)
     for name, weight in weights:
@@ -96,29 +96,31 @@ def refuse_tied(policy: Any) -> None:
 
 
 def merged(policy: Any) -> Any:
-    """The model of a policy with adapters, these in its weights: W + (alpha / rank) B A, rounded to W's dtype, and the
-    trained copies of routers in their places. Raises ModelError for adapters that cannot be merged."""
+    """Return the model of a policy with its adapters merged: weights W + (alpha / rank) B A, rounded to W's dtype, and
+    the trained copies of routers in place of the originals. Raises ModelError if the adapters cannot be merged."""
     refuse_tied(policy)
     try:
         with peft_warnings():
             return policy.merge_and_unload(safe_merge=True)
-    # In this order: values not finite; adapters' biases where there is none, kinds without merging; layers of EETQ.
+    # ValueError: values not finite; RuntimeError: a bias of adapters where the layer has none, or a kind of adapters
+    # that cannot be merged; AttributeError: layers of EETQ.
     except (ValueError, RuntimeError, AttributeError) as error:
         raise ModelError(f"PEFT's merge_and_unload refuses: {error}") from error
 
 
-def of_lora_run(checkpoint: Path) -> bool:
-    """Whether a run with `model.lora` wrote the folder's weights: a model and adapters, by PEFT's names."""
+def written_by_lora_run(checkpoint: Path) -> bool:
+    """Return whether a run with `model.lora` wrote the folder's weights: a model and adapters, by PEFT's names."""
     try:
         with safe_open(checkpoint / "model.safetensors", "pt") as file:
-            return any(".lora_A." in name for name in file.keys())  # noqa: SIM118  # no mapping
-    except (OSError, SafetensorError):  # not there, or damaged, which is said where it is loaded
+            return any(".lora_A." in name for name in file.keys())  # noqa: SIM118  # `file` is no mapping
+    except (OSError, SafetensorError):  # missing, or damaged, which loading the model will report
         return False
 
 
 def merged_run(model: Any, checkpoint: Path) -> Any:
-    """The model of a checkpoint that a run with `model.lora` wrote, its adapters merged. model: of its configuration,
-    with any weights; changed. Raises ModelError: no settings of the run beside the folder, or they do not fit."""
+    """Load a checkpoint that a run with `model.lora` wrote, and return the model with the adapters merged. model: a
+    model of the checkpoint's configuration with any weights; it is changed. Raises ModelError if the run's settings are
+    not beside the folder or do not fit, or the adapters cannot be merged."""
     settings = checkpoint.absolute().parent / "config.yaml"
     where = f"model.path: {checkpoint} is of a run with model.lora"
     try:
@@ -128,28 +130,30 @@ def merged_run(model: Any, checkpoint: Path) -> Any:
         why = " ".join(str(error).split())
         raise ModelError(f"{where}, and with the settings in {settings} it makes no model: {why[:300]}") from error
     try:
-        return merged(policy).requires_grad_(True)  # PEFT leaves it frozen, as it is beside adapters
+        return merged(policy).requires_grad_(True)  # PEFT leaves the weights frozen, as beside adapters
     except ModelError as error:
         raise ModelError(f"{where}, which cannot be merged: {error}") from error
 
 
 def frozen_reference(model: Any, replaceable: bool = False) -> nn.Module:
-    """The policy as it is now, to hold a trained one against: of a LoRA policy at its start, the same weights with
-    the adapters off; of any other, and where its weights will be replaced, a copy. Never requires grad."""
+    """Return a frozen reference policy with the present weights, which never requires grad: for a LoRA policy (at its
+    start) the same weights with the adapters off; for any other policy, or if `replaceable` (the reference's weights
+    will be replaced), a copy."""
     if adapted(model) and not replaceable:
         return AdaptersOff(model)
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
 def adapted(model: nn.Module) -> bool:
-    """Whether the model carries PEFT adapters."""
+    """Return whether the model has PEFT adapters."""
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
 class AdaptersOff(nn.Module):
-    """A LoRA policy's own weights without its adapters: a reference that costs no memory.
+    """A reference policy that runs a LoRA policy's own weights without its adapters, and costs no memory.
 
-    It shares the policy's modules, hence follows it across devices, and has no state of its own to save.
+    The reference shares the policy's modules, so it moves to other devices with them, and has no state of its own to
+    save.
     """
 
     def __init__(self, policy: Any):
@@ -162,7 +166,7 @@ class AdaptersOff(nn.Module):
         try:
             with self.policy.disable_adapter():
                 return self.policy(*args, **kwargs)
-        finally:  # PEFT switches these on and off with the adapters
+        finally:  # because PEFT switches `requires_grad` on and off with the adapters
             for parameter, flag in trained:
                 parameter.requires_grad_(flag)
 
@@ -170,12 +174,13 @@ class AdaptersOff(nn.Module):
         return {}
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Nothing to load: what the reference is follows from the model's own weights."""
+        """Load nothing: the reference has no weights but the policy's own."""
         return torch.nn.modules.module._IncompatibleKeys([], [])
 
 
 def _check_targets(model: nn.Module, config: LoraConfig) -> None:
-    """PEFT accepts names of which some match nothing; a name that does nothing is a mistake."""
+    """Raise ModelError for a target name that matches nothing, or if there are no targets. PEFT accepts names that
+    match nothing as long as another name matches."""
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     weights = {name for name, _ in model.named_parameters()}
     for what, wanted, known in (

@@ -1,4 +1,4 @@
-"""Policies: load a hub or local Mixture-of-Experts, or make the tiny one (`tiny`, `kept`)."""
+"""Loading of policies: a hub or local Mixture-of-Experts model, or the tiny one (`tiny`, `kept`)."""
 
 import hashlib
 import sys
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_rl.checks import changed_since, unreadable_weights
 from moe_rl.measure.randomness import turn_off_randomness
 from moe_rl.policy.kept import COLD_START, REMEDY, kept_cold_start
-from moe_rl.policy.lora import LoraConfig, add_lora, merged_run, of_lora_run
+from moe_rl.policy.lora import LoraConfig, add_lora, merged_run, written_by_lora_run
 from moe_rl.policy.tiny import (
     TINY_EXPERTS,
     ColdStartConfig,
@@ -40,23 +40,23 @@ from moe_rl.routing.sites import find_sites
 
 MERGE = "merge them into their model first (PEFT's merge_and_unload, then save_pretrained)"
 EXPERT_BIAS = "expert_bias.safetensors"
-"""In a run's checkpoint: the selection bias of `optim.expert_bias_rate`, for which hub format has no place."""
+"""File in a run's checkpoint: the selection bias of `optim.expert_bias_rate`, for which hub format has no place."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which policy: a path, or without one the tiny model and its cold start."""
+    """Settings of the policy: a path or, without one, the tiny model and its cold start."""
 
     path: str | None = None
     """A local folder or a hub id; None makes the tiny model."""
     tiny: TinyConfig = field(default_factory=TinyConfig)
     cold_start: ColdStartConfig | None = field(default_factory=ColdStartConfig)
-    """Of the tiny model only, always in fp32; None leaves it at its random weights."""
+    """For the tiny model only, always in fp32; None leaves the model at its random weights."""
     dtype: str = "float32"
     """`float32`, `bfloat16` or `float16`: of weights, activations and gradients. The optimizer keeps fp32 master copies
     of weights of 16 bits (`optim.master_weights`)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the run happens; `auto` takes an accelerator where there is one. CUDA_VISIBLE_DEVICES says which. Apple's
+    """Where the run happens; `auto` takes an accelerator if there is one. CUDA_VISIBLE_DEVICES says which. Apple's
     (mps) is never taken: it has no float64, which sampling draws with and metrics are computed in."""
     attn_implementation: str | None = None
     """`sdpa`, `eager`, `flash_attention_2`, ...; None takes transformers' choice."""
@@ -72,7 +72,7 @@ class ModelConfig:
 
 
 def seeded(config: ModelConfig, seed: int) -> ModelConfig:
-    """`config` with the run's `seed` where it names none of its own, for the initial weights and for the cold start.
+    """Return `config` with the run's `seed` in place of missing seeds of the initial weights and of the cold start.
 
     >>> seeded(ModelConfig(cold_start=ColdStartConfig(seed=7)), 3).tiny.seed
     3
@@ -93,19 +93,20 @@ def load_policy(
     weights: bool = True,
     report: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[Any, Any]:
-    """The policy, in `eval()` mode on the CPU, and its tokenizer. Reaches the network only for a hub id.
+    """Load or make the policy; return it, in `eval()` mode on the CPU, with its tokenizer. Reaches the network only for
+    a hub id.
 
     Args:
-        config: which model.
+        config: settings of the model.
         task: gives the tiny model its vocabulary and its cold start.
-        cache_dir: where cold-started models are kept and found, one folder in hub format for each recipe; None:
-            not kept. Processes that want the same one at the same time make it once.
-        progress: told of the cold start's steps.
+        cache_dir: folder of kept cold-started models, one folder in hub format for each recipe; None: not kept.
+            Processes that want the same model at the same time make it once.
+        progress: called after each step of the cold start.
         weights: False gives the same model on the meta device, where tensors have no memory: for processes that get
-            their share of the weights from another one. A cold start that nobody has made yet is made all the same.
-        report: told once what the policy starts from: `weights_sha256`, the digest of its weights, and of a cold start
-            (else null) its `seed`, the `steps` it took, the held-out `reward` it reached and the `kernels` it was
-            made with. Not called without `weights`.
+            their share of the weights from another one. A cold start that is not kept yet is made all the same.
+        report: called once with the policy's origin: `weights_sha256`, a digest of its weights, and `cold_start`: None
+            or a cold start's `seed`, the `steps` it took, the held-out `reward` it reached, its `until_reward`, and the
+            `kernels` it was made with. Not called without `weights`.
 
     Raises:
         ModelError: a cold start that did not reach its `until_reward`; no such folder or hub model, not a causal
@@ -121,7 +122,7 @@ def load_policy(
     elif config.cold_start is None:
         tokenizer = char_tokenizer(task.alphabet)
         model = build_tiny(config.tiny, tokenizer, **_implementations(config))
-        cast_parameters(model, DTYPES[config.dtype])  # rotary frequencies stay in fp32, as in a model that is loaded
+        cast_parameters(model, DTYPES[config.dtype])  # rotary frequencies stay in fp32, as in a loaded model
     else:
         with tempfile.TemporaryDirectory(prefix="moe_rl-") if cache_dir is None else nullcontext(cache_dir) as root:
             folder, reached = kept_cold_start(config.tiny, config.cold_start, task, Path(root), progress)
@@ -139,7 +140,7 @@ def load_policy(
             f"{task.name} gives messages. Give prompts as text, or a model that was trained to chat."
         )
     if config.gradient_checkpointing:
-        # Never the reentrant kind: replay could not follow its recomputation. The method has a new name since 5.23.
+        # Never the reentrant kind: replay could not follow its recomputation. transformers 5.23 renamed the method.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         try:
             enable({"use_reentrant": False})
@@ -155,9 +156,9 @@ def load_policy(
 
 
 def weights_sha256(model: Any) -> str:
-    """SHA-256 of names, dtypes, shapes and values of all tensors that a checkpoint of the model holds, in the order of
-    names: equal for two models exactly if all of these are. Buffers that follow from the configuration, such as rotary
-    frequencies, are none of them."""
+    """Return the SHA-256 sum of names, dtypes, shapes and values of all tensors that a checkpoint of the model holds,
+    in the order of names: two models have the same sum exactly if all of these are equal. Buffers that follow from the
+    configuration, such as rotary frequencies, do not count."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
@@ -166,7 +167,7 @@ def weights_sha256(model: Any) -> str:
 
 
 def check_machine(config: ModelConfig) -> None:
-    """Refuse, before anything is loaded, what this machine or installation lacks. Raises ModelError."""
+    """Raise ModelError, before anything is loaded, if this machine or installation lacks what `config` asks for."""
     if sys.platform == "win32":
         raise ModelError("runs need pipes, signals and file locks that Windows does not have: use its Linux (WSL)")
     if config.dtype not in DTYPES:
@@ -185,8 +186,8 @@ def check_machine(config: ModelConfig) -> None:
 
 
 def check_tiny(config: ModelConfig, alphabet: str) -> int:
-    """How many routing sites the tiny model has, built without a cold start. Raises ModelError where it cannot be, or
-    `model.lora` names what it does not have."""
+    """Return how many routing sites the tiny model has, built without a cold start. Raises ModelError if it cannot be
+    built, or if `model.lora` names weights that it does not have."""
     parts = replace(config.tiny, seed=0), config.lora, alphabet, tuple(_implementations(config).items())
     return _tiny_sites(*parts)
 
@@ -205,13 +206,14 @@ def _tiny_sites(
 
 
 def _load(path: str, config: ModelConfig, weights: bool = True) -> tuple[Any, Any]:
+    """Load a model and its tokenizer, whose padding token is one that the model embeds."""
     model, tokenizer = load_model(path, config, weights), load_tokenizer(path, config.trust_remote_code)
     return model, pad_within(tokenizer, vocabulary_of(model))
 
 
 def check_path(path: str) -> str:
-    """A folder in hub format, a run's folder (its checkpoint is meant), or a hub id, as transformers takes it. Raises
-    ModelError for anything else."""
+    """Return a model's path as transformers takes it: a folder in hub format (for a run's folder, that of its
+    checkpoint) or a hub id. Raises ModelError for any other path."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file() and (folder / "checkpoint" / "config.json").is_file():
@@ -225,7 +227,8 @@ def check_path(path: str) -> str:
 
 
 def found_path(path: str) -> str:
-    """`check_path`, for a model that is loaded next. Raises ModelError also for a hub id that is `out_of_reach`."""
+    """Return `check_path(path)` for a model that is loaded next. Raises ModelError, too, for a hub id that is not
+    downloaded while the hub does not answer (`out_of_reach`)."""
     path = check_path(path)
     if not Path(path).is_dir() and (error := out_of_reach(path)):
         raise ModelError(
@@ -236,8 +239,8 @@ def found_path(path: str) -> str:
 
 
 def but_holds(folder: Path) -> str:
-    """To be added to what is said of a folder without a model: empty if it holds neither LoRA adapters, of PEFT, nor
-    run folders."""
+    """Return words to add to the error of a folder without a model: that it holds PEFT's LoRA adapters, or run folders;
+    empty if it holds neither."""
     if (folder / "adapter_config.json").is_file():
         return f" but LoRA adapters: {MERGE}"
     runs = [path.parents[1].name for path in folder.glob("*/checkpoint/config.json")]
@@ -246,17 +249,18 @@ def but_holds(folder: Path) -> str:
 
 
 def taken_for_hub_id(path: str) -> str:
-    """To be added to what is said of a path where nothing was found: empty if it is a folder."""
+    """Return words to add to the error of a path at which nothing was found: that it was taken for a hub id; empty if
+    the path is a folder."""
     folder = Path(path).expanduser()
     return "" if folder.is_dir() else f"; there is no folder {folder.absolute()}, so it was taken for a hub id"
 
 
 def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
-    """The model of a folder in hub format or of a hub id, on the CPU, or without `weights` on the meta device; its
-    dropout and router jitter are off, which a warning says. Of a run with `model.lora`: with its adapters merged.
+    """Load the model of a folder in hub format or of a hub id, on the CPU, or without `weights` on the meta device. Its
+    dropout and router jitter are turned off, with a warning; adapters of a run with `model.lora` are merged.
 
-    Raises ModelError, also for missing weights, and for a run's checkpoint that is not what was written or holds more
-    than a model: a bias on the choice of experts."""
+    Raises ModelError if the model cannot be loaded, also for missing weights, and for a run's checkpoint that was
+    changed since or has a bias on the choice of experts, which is not part of a model in hub format."""
     path = found_path(path)
     wrong = changed_since(Path(path), "state.json", COLD_START)
     if wrong:
@@ -268,7 +272,7 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
             "policy did. For its weights without the bias copy config.json, model.safetensors and the tokenizer's "
             "files to a folder of their own"
         )
-    of_lora = of_lora_run(Path(path))
+    of_lora = written_by_lora_run(Path(path))
     try:
         with no_progress_bars(quiet=of_lora):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -283,7 +287,7 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
         why = unreadable_weights(Path(path)) or f"{_brief(error)}{taken_for_hub_id(path)}"
         raise ModelError(f"model.path: cannot load {path}: {why}") from error
     model, report = loaded
-    if getattr(model, "_hf_peft_config_loaded", False):  # transformers puts on what it finds
+    if getattr(model, "_hf_peft_config_loaded", False):  # transformers adds the adapters that it finds in the folder
         raise ModelError(
             f"model.path: {path} holds LoRA adapters, which would be on the model without being merged: {MERGE}. For "
             "the model without them, move adapter_config.json away"
@@ -313,19 +317,20 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no value is infinite or NaN."""
-    if values.is_floating_point() and values.itemsize == 1:  # torch cannot ask every 8-bit format
+    """Return whether no value is infinite or NaN."""
+    if values.is_floating_point() and values.itemsize == 1:  # torch.isfinite does not know every 8-bit format
         values = values.bfloat16()
     return bool(torch.isfinite(values).all())
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a tokenizer is saved there, with a model or without."""
+    """Return whether a tokenizer is saved in a folder, with a model or without."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """Its tokenizer, padding on the left, with a padding token. Raises ModelError where there is no usable one."""
+    """Load the tokenizer of a folder or hub id, with padding on the left and a padding token. Raises ModelError if
+    there is no usable tokenizer."""
     folder = Path(path).expanduser()
     path = str(folder) if has_tokenizer(folder) else found_path(path)
     try:
@@ -345,13 +350,13 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def vocabulary_of(model: Any) -> int:
-    """How many tokens it has an embedding of."""
+    """Return how many tokens the model has an input embedding of."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 def pad_within(tokenizer: Any, vocabulary: int) -> Any:
-    """The tokenizer, its padding token one that the model embeds: some were given one of their own, and the model was
-    not. Padding is masked everywhere, so any token serves."""
+    """Return the tokenizer with a padding token that the model embeds: some tokenizers were given a new padding token
+    that the model has no embedding of. Padding is masked everywhere, so any token serves."""
     if tokenizer.pad_token_id >= vocabulary:
         ends = tokenizer.eos_token_id is not None and tokenizer.eos_token_id < vocabulary
         tokenizer.pad_token = tokenizer.eos_token if ends else tokenizer.convert_ids_to_tokens(0)
@@ -359,6 +364,7 @@ def pad_within(tokenizer: Any, vocabulary: int) -> Any:
 
 
 def _implementations(config: ModelConfig) -> dict[str, str]:
+    """Return the implementations of attention and experts to load with, without those left to transformers."""
     register_experts()  # so that `experts_implementation: megablocks` is a known name
     chosen = {
         "attn_implementation": config.attn_implementation,
@@ -368,6 +374,7 @@ def _implementations(config: ModelConfig) -> dict[str, str]:
 
 
 def _default_experts(config: ModelConfig) -> str | None:
+    """Return the tiny model's experts implementation on the run's device; None for any other model."""
     if config.path is not None:
         return None
     on_cpu = config.device == "cpu" or torch.backends.mps.is_available() or not torch.accelerator.is_available()
@@ -375,5 +382,6 @@ def _default_experts(config: ModelConfig) -> str | None:
 
 
 def _brief(error: Exception) -> str:
+    """Return class and message of an error in one line of at most 303 characters."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else text[:300] + "..."

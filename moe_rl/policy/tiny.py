@@ -1,8 +1,8 @@
-"""The embedded policy: a tiny Mixture-of-Experts of real transformers code, and its cold start.
+"""The built-in policy: a tiny Mixture-of-Experts model of transformers' own code, and its cold start.
 
-The cold start imitates *noisy* demonstrations. A model that has imitated clean ones errs rarely and confidently,
-which leaves reinforcement learning little to work on; after noisy ones it knows the form of an answer and errs at
-random.
+The cold start imitates *noisy* demonstrations. A model that has imitated clean demonstrations errs rarely and
+confidently, which leaves reinforcement learning little to work on; after noisy ones the model knows the form of an
+answer and errs at random.
 """
 
 import math
@@ -49,17 +49,17 @@ Progress = Callable[[int, int, float], None]
 PAD = "<pad>"
 
 TINY_EXPERTS = "sorted_mm"
-"""How the tiny model computes its experts on a CPU unless told otherwise: faster there than transformers' choice, and
-equal up to rounding."""
+"""Default experts implementation of the tiny model on a CPU: faster there than transformers' choice, and equal up to
+rounding."""
 
 
 class ModelError(ValueError):
-    """A model that cannot be made, loaded or used; the message says what, where, and what to do."""
+    """An error of a model that cannot be made, loaded or used; the message says what, where, and what to do."""
 
 
 @dataclass(frozen=True)
 class TinyConfig:
-    """The architecture. As it stands: 0.34 M parameters, one minute of cold start on one CPU core."""
+    """Architecture of the tiny model. The defaults: 0.34 M parameters, one minute of cold start on one CPU core."""
 
     family: Literal["qwen3_moe", "mixtral", "olmoe", "minimax_m2"] = "qwen3_moe"
     """The architecture in transformers. Routers take a softmax of their scores, those of `minimax_m2` a sigmoid."""
@@ -81,13 +81,13 @@ class TinyConfig:
 
 @dataclass(frozen=True)
 class ColdStartConfig:
-    """Supervised imitation of noisy demonstrations."""
+    """Settings of the tiny model's cold start: supervised imitation of noisy demonstrations."""
 
     steps: Count = 500
     """Steps of imitation; with `until_reward` the most that it may take."""
     until_reward: Annotated[float, Range(0, 1, open_low=True)] | None = None
-    """End at the first check whose mean reward on held-out problems is at least this; a cold start that does not get
-    there within `steps` is an error. How fast a model learns differs by seed and by processor, and a policy that has
+    """End at the first check whose mean reward on held-out problems is at least this; a cold start that does not reach
+    it within `steps` is an error. How fast a model learns differs by seed and by processor, and a policy that has
     not learned leaves reinforcement learning nothing to work on. None: exactly `steps`."""
     check_every: Count = 50
     """Steps between checks."""
@@ -108,9 +108,10 @@ class ColdStartConfig:
 
 
 def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token per character of `alphabet`, and padding. `^` is the beginning and `$` the end token.
+    """Make a tokenizer with one token per character of `alphabet`, and padding. `^` is the beginning and `$` the end
+    token.
 
-    Adds no special tokens: a prompt holds its own `^`. Raises, at encoding, for a character that it lacks.
+    The tokenizer adds no special tokens: a prompt contains its own `^`. Encoding a character that it lacks raises.
 
     >>> char_tokenizer("01=^$")("^01=")["input_ids"]
     [5, 2, 3, 4]
@@ -131,11 +132,13 @@ def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def build_tiny(config: TinyConfig, tokenizer: Any, **implementations: str) -> Any:
-    """The tiny model at its initial weights, in fp32 and `eval()` mode.
+    """Build the tiny model with its initial weights, in fp32 and `eval()` mode.
 
     The weights are drawn from `config.seed` alone (None: 0), and torch's global generator is left where it was.
 
     Args:
+        config: the architecture.
+        tokenizer: its tokenizer, for the vocabulary's size and the special tokens.
         implementations: `attn_implementation`, `experts_implementation` (default: `TINY_EXPERTS`).
 
     Raises:
@@ -152,7 +155,7 @@ def build_tiny(config: TinyConfig, tokenizer: Any, **implementations: str) -> An
             model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, **implementations)
     except ModelError:
         raise
-    except (ValueError, RuntimeError, ImportError) as error:  # the last of attn_implementation
+    except (ValueError, RuntimeError, ImportError) as error:  # ImportError: an attn_implementation not installed
         raise ModelError(f"model.tiny: cannot build {config}: {error}") from error
     with torch.no_grad():
         for weight in router_parameters(model):
@@ -161,6 +164,7 @@ def build_tiny(config: TinyConfig, tokenizer: Any, **implementations: str) -> An
 
 
 def _hf_config(config: TinyConfig, tokenizer: Any) -> Any:
+    """Return transformers' configuration of the tiny model. Raises ModelError for settings that do not fit together."""
     if config.num_experts_per_tok > config.num_experts:
         raise ModelError(
             f"model.tiny.num_experts_per_tok: between 1 and num_experts ({config.num_experts}), "
@@ -200,7 +204,7 @@ def _hf_config(config: TinyConfig, tokenizer: Any) -> Any:
 def cold_start(
     model: Any, tokenizer: Any, task: Task, config: ColdStartConfig, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Imitate noisy demonstrations: cross-entropy on completion tokens plus the load-balancing loss.
+    """Train the model to imitate noisy demonstrations: cross-entropy on completion tokens plus the load-balancing loss.
 
     AdamW without decay, linear warm-up, then a constant rate; gradients clipped to norm 1. Demonstrations are
     of training problems and drawn from `config.seed` alone (None: 0), and checks draw from generators of their own:
@@ -211,12 +215,12 @@ def cold_start(
         tokenizer: its tokenizer.
         task: must have `demonstration(problem, rng, noise)`.
         config: the hyper-parameters.
-        progress: told of every step.
+        progress: called after every step.
 
     Returns:
-        `loss` (nats per completion token) and `aux_loss` of every step; `checks`: the steps and held-out mean rewards
-        of the checks on the way; `steps` that were taken; `pass@1`: the held-out mean reward after the last; `reached`:
-        whether that is at least `until_reward` (True where there is none).
+        `loss` (nats per completion token) and `aux_loss` of every step; `checks`: step and held-out mean reward of each
+        check on the way; `steps` that were taken; `pass@1`: the held-out mean reward after the last step; `reached`:
+        whether `pass@1` is at least `until_reward` (True if there is no `until_reward`).
 
     Raises:
         ModelError: the task has no demonstrations; a hyper-parameter out of range; a loss that is not finite.
@@ -272,7 +276,7 @@ def cold_start(
 
 
 def pass_at_1(model: Any, tokenizer: Any, task: Task, problems: int) -> float:
-    """Mean reward on held-out problems, one completion each, at temperature 1; the same problems every time."""
+    """Return the mean reward on held-out problems, one completion each, at temperature 1; always the same problems."""
     rng = random.Random("cold-start/held-out")
     asked = problems_of(task, rng, problems, held_out=True)
     rollout = in_turns(ModelEngine(model, tokenizer), task, tokenizer).sample(
@@ -289,7 +293,8 @@ def pass_at_1(model: Any, tokenizer: Any, task: Task, problems: int) -> float:
 def demonstration_batch(
     tokenizer: Any, prompts: list[str], completions: list[str]
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """Right-padded token ids, attention mask and labels; labels are -100 outside completion and end token."""
+    """Return right-padded token ids, attention mask and labels of demonstrations; labels are -100 outside completion
+    and end token."""
     asked = token_ids(tokenizer, prompts)
     answered = token_ids(tokenizer, [text + tokenizer.eos_token for text in completions], add_special_tokens=False)
     lengths = torch.tensor([[len(a), len(a) + len(b)] for a, b in zip(asked, answered, strict=True)])

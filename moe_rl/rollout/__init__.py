@@ -1,18 +1,19 @@
-"""Prompts -> completions, their log-probabilities, rewards and routes.
+"""Tasks and rollouts: from prompts to completions with their log-probabilities, rewards and routes.
 
-- `task`             what a verifiable task is; prompts as messages
-- `character_tasks`, `string_tasks` the small ones that come along
-- `jsonl_task`       a file of prompts and answers
-- `gym_task`         reasoning-gym
-- `verifiers`        is the answer right?
-- `tasks`            tasks by name, one's own included
-- `engine`           a model answers, also for whoever has no run (`sample`); random numbers by seed and purpose
-- `engine_config`, `engines` who else samples
-- `vllm_engine`      vLLM, in a process and a Python of its own, here or elsewhere (`vllm_servers`); `vllm_host` is what
-  runs there
-- `supervision`      the task answers; rewards of steps, several rewards
-- `completions`      prompts and what comes of them as tensors; several as one
-- `continuing`, `dapo` responses that go on; groups that are replaced, and what overlong responses pay
+- `task`             the protocol of a verifiable task; problems, and prompts given as chat messages
+- `character_tasks`, `string_tasks` the small tasks that come with the package
+- `jsonl_task`       tasks made of a file of prompts and answers
+- `gym_task`         tasks of reasoning-gym
+- `verifiers`        functions that judge whether a completion gives the right answer
+- `tasks`            the registry of tasks by name, and the loading of your own task classes
+- `engine`           sampling with the model itself, also without a run (`sample`); random numbers by seed and purpose
+- `engine_config`, `engines` the protocol and the settings of rollout engines, and those with weights of their own
+- `vllm_engine`      vLLM in a process and a Python of its own, on this machine or another (`vllm_servers`); `vllm_host`
+  is the code that runs there
+- `supervision`      demonstrations by the task, rewards of single steps, several rewards per completion
+- `completions`      the tensors of a rollout; several rollouts joined into one
+- `continuing`       responses that are sampled in several parts: partial rollouts and several turns
+- `dapo`             dynamic sampling and the penalty of overlong responses
 """
 
 from moe_rl.rollout.completions import Rollout, score

@@ -1,6 +1,6 @@
-"""Small tasks of modular arithmetic, in characters: what the tiny model can learn in a minute on a CPU.
+"""Small tasks of modular arithmetic, in characters, which the tiny model can learn in a minute on a CPU.
 
-Every prompt begins with `^`; `$` is the end token, which a completion's text does not hold.
+Every prompt begins with `^`; `$` is the end token, which the text of a completion does not contain.
 """
 
 import random
@@ -15,20 +15,20 @@ BOS, EOS = "^", "$"
 
 
 def require(ok: bool, option: str, expected: str, value: Any) -> None:
-    """Raises TaskError, naming the option, unless it is `ok`."""
+    """Raise TaskError, which names the option, unless `ok` is true."""
     if not ok:
         raise TaskError(f"task.options.{option}: expected {expected}, got {value!r}")
 
 
 def other(symbols: str, right: str, rng: random.Random) -> str:
-    """Any of the symbols but the right one."""
+    """Draw one of the symbols at random, but never the symbol `right`."""
     return rng.choice([symbol for symbol in symbols if symbol != right])
 
 
 @dataclass(frozen=True)
 class Arithmetic(VerifiableTask):
-    """Base of the tasks of modular arithmetic: `^3+4*5=` asks for the operations from left to right, each result modulo
-    `modulus`."""
+    """Base class of the tasks of modular arithmetic: the prompt `^3+4*5=` asks for its operations from left to right,
+    each result modulo `modulus`."""
 
     modulus: int = 7
     steps: int = 4
@@ -55,7 +55,7 @@ class Arithmetic(VerifiableTask):
 
     @staticmethod
     def _operations(text: str) -> Iterator[tuple[str, str]]:
-        """The operators of `3+4*5`, each with its right operand."""
+        """Return pairs (operator, right operand) of a text such as `3+4*5`, from left to right."""
         return zip(text[1::2], text[2::2], strict=True)
 
     def _operate(self, a: str, operator: str, b: str) -> str:
@@ -65,11 +65,11 @@ class Arithmetic(VerifiableTask):
 
 @dataclass(frozen=True)
 class ModChain(Arithmetic):
-    """A chain of modular arithmetic, spelled out: `^3+4*5-6+2=` is answered by `3+4=0;0*5=0;0-6=1;1+2=3.`
+    """Task: a chain of modular arithmetic, spelled out; `^3+4*5-6+2=` is answered by `3+4=0;0*5=0;0-6=1;1+2=3.`
 
     Operators apply from left to right, each result modulo `modulus`. Reward 1 if the completion is a chain
-    of `steps` equations closed by a full stop and its last digit is the answer, else 0. What stands between
-    is not checked: a slip that cancels out is worth as much as none.
+    of `steps` equations closed by a full stop and its last digit is the answer, else 0. The other digits
+    are not checked: a chain with wrong steps gets reward 1, too, if its last digit is right.
     """
 
     name: ClassVar[str] = "mod_chain"
@@ -87,14 +87,16 @@ class ModChain(Arithmetic):
         return float(match is not None and match[2] == problem.answer)
 
     def rewards(self, problem: Problem, completion: str) -> dict[str, float]:
-        """`correct`: the reward; `format`: 1 for a closed chain of `steps` equations, whatever its digits."""
+        """Return two rewards. `correct`: see `reward`; `format`: 1 for a closed chain of `steps` equations, whatever
+        its digits, else 0."""
         return {
             "correct": self.reward(problem, completion),
             "format": float(self._form(completion) is not None),
         }
 
     def step_rewards(self, problem: Problem, completion: str) -> list[tuple[int, float]]:
-        """Each equation with what closes it: 1 if it is that of the right chain at its place, else 0."""
+        """Return (end, reward) of each step, an equation and its closing mark: reward 1 if the step equals the one at
+        the same place of the right chain, else 0."""
         right = self._steps(self._chain(problem.prompt[1:-1], random.Random(0), 0.0))
         found, end = [], 0
         for number, step in enumerate(self._steps(completion)):
@@ -112,7 +114,8 @@ class ModChain(Arithmetic):
         return re.fullmatch(rf"(?:{equation};){{{self.steps - 1}}}{equation}\.", completion)
 
     def demonstration(self, problem: Problem, rng: random.Random, noise: float = 0.0) -> str:
-        """The chain; each result is, with probability `noise`, a wrong digit, from which the next goes on."""
+        """Return the chain, in which each result is, with probability `noise`, a wrong digit that the next equation
+        begins with."""
         return self._chain(problem.prompt[1:-1], rng, noise)
 
     def _chain(self, text: str, rng: random.Random, noise: float) -> str:
@@ -128,12 +131,12 @@ class ModChain(Arithmetic):
 
 @dataclass(frozen=True)
 class Calculator(Arithmetic):
-    """Modular arithmetic with a tool, in turns: `^3+4*5=` is answered by asking for one operation after the other.
+    """Task: modular arithmetic with a tool, in turns; for `^3+4*5=` the policy asks for one operation after the other.
 
     A turn ends with `$`. The policy writes `3+4$`, the tool `0;`, the policy `0*5$`, the tool `0;`, the policy its
     answer `!0$`. Operators apply from left to right, each result modulo `modulus`; the tool computes any two digits
     with an operator between them and replies `?;` to anything else. Reward 1 if the last turn is `!` and the right
-    digit, else 0: the table of the operations need not be learned, the order of the questions must.
+    digit, else 0. The policy has to learn the order of the questions, but not the results of the operations.
     """
 
     steps: int = 2
@@ -150,11 +153,11 @@ class Calculator(Arithmetic):
 
     @property
     def max_turns(self) -> int:
-        """Turns of the policy: a question for each operation, and the answer."""
+        """Return how many turns the policy has: a question for each operation, and the answer."""
         return self.steps + 1
 
     def reply(self, problem: Problem, transcript: str) -> str | None:
-        """What the tool says to the policy's last turn; None after an answer."""
+        """Return the tool's reply to the policy's last turn, or None if that turn is an answer."""
         asked = self._turns(transcript)[-1]
         if asked.startswith("!"):
             return None
@@ -165,7 +168,8 @@ class Calculator(Arithmetic):
         return float(self._turns(completion)[-1] == f"!{problem.answer}")
 
     def demonstration(self, problem: Problem, rng: random.Random, noise: float = 0.0) -> str:
-        """A transcript, tool text included; each operand that the policy copies is, with probability `noise`, wrong."""
+        """Return a transcript, tool text included, in which each digit that the policy copies is, with probability
+        `noise`, a wrong one."""
         text = problem.prompt[1:-1]
 
         def copied(digit: str) -> str:
@@ -179,6 +183,7 @@ class Calculator(Arithmetic):
         return f"{transcript}!{copied(value)}"
 
     def _turns(self, transcript: str) -> list[str]:
-        """What the policy wrote, by turns: the tool's text, up to its `;`, begins all but the first."""
+        """Return the policy's text of each turn, without the tool's text, which ends with `;` and begins each turn but
+        the first."""
         first, *later = transcript.split(EOS)
         return [first, *(part.split(";", 1)[-1] for part in later)]

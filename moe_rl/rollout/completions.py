@@ -1,5 +1,5 @@
-"""What sampling gives: completions with the sampler's own log-probabilities, rewards and, if recorded, routes; and how
-prompts become tokens before it, and tokens text behind it."""
+"""Rollouts as tensors: completions with the sampler's own log-probabilities, rewards and, if recorded, routes; and the
+encoding of prompts as tokens and the decoding of tokens as text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ from moe_rl.routing import RoutedExperts
 Rows = TypeVar("Rows", bound="Responses")
 
 UNWRITTEN = -1
-"""In place of a token: past the end of this completion."""
+"""Stands in place of a token id past the end of a completion."""
 
 
 @dataclass(frozen=True)
 class Responses:
-    """A row for each response: tensors `[B]` or `[B,T,...]`, and routes.
+    """A batch of responses, one per row: tensors `[B]` or `[B,T,...]`, and routes.
 
     Attributes:
         input_ids: prompt (left-padded) and completion (right-padded); the end token is part of the completion.
@@ -39,39 +39,39 @@ class Responses:
 
     @property
     def tokens(self) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"], Bool[Tensor, "B T"]]:
-        """What a model is asked about: ids, those that are no padding, those of completions."""
+        """Return the three inputs of `token_logps`: `input_ids`, `attention_mask` and `completion_mask`."""
         return self.input_ids, self.attention_mask, self.completion_mask
 
     @property
     def parts(self) -> dict[str, Any]:
-        """Tensors and routes by name, without those that are None."""
+        """Return all tensors and routes by attribute name, without those that are None."""
         return {name: part for name, part in vars(self).items() if isinstance(part, Tensor | RoutedExperts)}
 
     def called(self, row: int) -> str:
-        """A response as messages name it."""
+        """Return the words by which error messages name the response in this row."""
         return f"row {row}"
 
     def rows(self: Rows, index: Int[Tensor, " n"]) -> Rows:
-        """The responses `index`, in that order."""
+        """Return the responses with the row numbers `index`, in that order."""
         return replace(
             self, **{n: part[index] if isinstance(part, Tensor) else part.rows(index) for n, part in self.parts.items()}
         )
 
     def columns(self: Rows, positions: slice) -> Rows:
-        """A range of token positions of every response; what has no positions stays that of the whole."""
+        """Return a range of token positions of every response; tensors `[B]`, without positions, stay the same."""
         wide = {name: part for name, part in self.parts.items() if len(part.shape) > 1}
         return replace(
             self, **{n: x[:, positions] if isinstance(x, Tensor) else x.columns(positions) for n, x in wide.items()}
         )
 
     def to(self: Rows, device: torch.device | str) -> Rows:
-        """The same responses on another device."""
+        """Return the same responses on another device."""
         return replace(self, **{name: part.to(device) for name, part in self.parts.items()})
 
 
 @dataclass(frozen=True)
 class Rollout(Responses):
-    """Completions, one row each, groups contiguous: row `b` answers problem `b // group_size`.
+    """Sampled completions of a batch of problems, one per row; row `b` answers problem `b // group_size`.
 
     Attributes:
         input_ids, attention_mask, completion_mask: see `Responses`.
@@ -84,7 +84,7 @@ class Rollout(Responses):
         completions: text, one per row, without the end token.
         routes: the experts that decoding chose, `[B,T,L,K]`; -1 on padding and on each row's last token, which no
             router ever saw. None unless recorded.
-        versions: of the weights that wrote each completion token, -1 elsewhere; None where one version wrote all.
+        versions: version of the weights that wrote each completion token, -1 elsewhere; None if one version wrote all.
     """
 
     logps: Float[Tensor, "B T"]
@@ -98,17 +98,17 @@ class Rollout(Responses):
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
-        """Completion tokens per row, the end token included."""
+        """Return the number of completion tokens per row, the end token included."""
         return self.completion_mask.sum(1)
 
     @property
     def first(self) -> int:
-        """The column in which the completions begin."""
+        """Return the column in which the completions begin."""
         return int(self.completion_mask.any(0).int().argmax())
 
     @property
     def equal_groups(self) -> Bool[Tensor, " N"]:
-        """Groups whose rewards are all equal, so that group advantages made of these are 0."""
+        """Return, for each of the N groups, whether all its rewards are equal, so that its group advantages are 0."""
         rewards = self.rewards.view(-1, self.group_size)
         return (rewards == rewards[:, :1]).all(1)
 
@@ -116,8 +116,8 @@ class Rollout(Responses):
         return f"one to {shortened(self.problems[row].prompt)}"
 
     def rows(self, index: Int[Tensor, " n"] | Bool[Tensor, " B"]) -> "Rollout":
-        """The completions `index`, in that order, or those where it is True. `group_size` is kept: whether groups stay
-        whole is up to `index`."""
+        """Return the completions with the row numbers `index`, in that order, or those where a bool `index` is True.
+        `group_size` is kept: whether groups stay whole is up to `index`."""
         if index.dtype == torch.bool:
             if index.shape != (len(self),):
                 raise IndexError(f"a mask of rows must be [B] = [{len(self)}], got {list(index.shape)}")
@@ -130,7 +130,7 @@ class Rollout(Responses):
 
 
 def score(task: Task, rollout: Rollout, seconds: float | None = None) -> Rollout:
-    """The rollout with its rewards: the task's verdict on every completion. The verifier must accept any text.
+    """Return the rollout with `rewards` filled in by the task's verifier, which must accept any text.
 
     Args:
         seconds: how long the verifier may take for one completion; None: no limit.
@@ -145,11 +145,12 @@ def score(task: Task, rollout: Rollout, seconds: float | None = None) -> Rollout
     return replace(rollout, rewards=torch.tensor(rewards).to(rollout.input_ids.device))
 
 
-# -- several as one ----------------------------------------------------------------------------------------------------
+# -- joining rollouts --------------------------------------------------------------------------------------------------
 
 
 def padded(rollout: Rollout, left: int, right: int, token: int = 0) -> Rollout:
-    """The rollout with so many more columns of padding, whose `token` nothing reads, before and behind; copied."""
+    """Return the rollout with `left` more columns of padding before and `right` behind, its `[B,T]` tensors copied.
+    `token` fills `input_ids` there, and nothing reads it."""
     values = {"input_ids": token, "versions": -1}
     wide: dict[str, Any] = {
         name: F.pad(part, (left, right), value=values.get(name, 0))
@@ -162,8 +163,8 @@ def padded(rollout: Rollout, left: int, right: int, token: int = 0) -> Rollout:
 
 
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
-    """Rollouts of one group size as one, in order: prompts padded on the left and completions on the right to the
-    widest. Routes and versions are kept where all have them."""
+    """Join rollouts of equal group size to one, in order: prompts are padded on the left and completions on the right
+    to the widest. Routes and versions are kept if all rollouts have them."""
     widths = [(part.first, part.input_ids.shape[1] - part.first) for part in parts]
     left, right = (max(of) for of in zip(*widths, strict=True))
     wide = [padded(part, left - before, right - behind) for part, (before, behind) in zip(parts, widths, strict=True)]
@@ -183,7 +184,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
 
 
 def encode_prompts(tokenizer: Any, problems: Sequence[Problem]) -> tuple[Int[Tensor, "N P"], Bool[Tensor, "N P"]]:
-    """Token ids and mask, left-padded whatever side the tokenizer pads on."""
+    """Return token ids and mask of the problems' prompts, left-padded whatever side the tokenizer pads on."""
     encoded = [
         list(token_ids(tokenizer, p.prompt)) if p.messages is None else message_tokens(tokenizer, p) for p in problems
     ]
@@ -194,7 +195,7 @@ def encode_prompts(tokenizer: Any, problems: Sequence[Problem]) -> tuple[Int[Ten
     return ids, torch.arange(width) >= width - torch.tensor([[len(row)] for row in encoded])
 
 
-def made_of(
+def rollout_from_tokens(
     tokenizer: Any,
     problems: Sequence[Problem],
     group_size: int,
@@ -204,7 +205,8 @@ def made_of(
     logps: Float[Tensor, "B M"],
     ends: Int[Tensor, " e"],
 ) -> Rollout:
-    """The rollout of left-padded prompts and what was drawn after them (`UNWRITTEN` past a row's end), no routes."""
+    """Return the rollout, without routes, of left-padded prompts and the tokens that were drawn after them
+    (`UNWRITTEN` past a row's end)."""
     written = tokens != UNWRITTEN
     B, P, N = len(tokens), prompts.shape[1], int(written.sum(1).max())
     tokens, written, logps = tokens[:, :N], written[:, :N], logps[:, :N]
@@ -223,14 +225,14 @@ def made_of(
 
 
 def padding_token(tokenizer: Any) -> int:
-    """Any valid token serves: padding is masked everywhere."""
+    """Return the token id to pad with: any valid token serves, because padding is masked everywhere."""
     ids = (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0)
     return next(int(token) for token in ids if token is not None)
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> Int[Tensor, " e"]:
-    """Every token that ends a completion: the tokenizer's and those of the model's generation config (a negative id
-    stands for none)."""
+    """Return the ids of all tokens that end a completion: the tokenizer's end token and those of the model's generation
+    config (negative ids are left out)."""
     ends: set[int] = set()
     for source in (tokenizer, getattr(hf_model(model), "generation_config", None)):
         found = getattr(source, "eos_token_id", None)
@@ -239,7 +241,7 @@ def end_tokens(model: nn.Module, tokenizer: Any) -> Int[Tensor, " e"]:
 
 
 def check_end(model: nn.Module, tokenizer: Any, path: str | None) -> None:
-    """Raises ValueError where no token ends a completion: every response would be cut at its length limit."""
+    """Raise ValueError if no token ends a completion, so that every response would be cut at its length limit."""
     if not len(end_tokens(model, tokenizer)):
         raise ValueError(
             f"model.path: neither the tokenizer of {path} nor its generation config names an end token, so that every "
@@ -256,7 +258,7 @@ def check_length(
     engine: int | None = None,
     spare: int = 0,
 ) -> None:
-    """As `check_positions`, by the model's own configuration."""
+    """Call `check_positions` with the model's own configuration."""
     check_positions(getattr(hf_model(model), "config", None), problems, so_far, new, engine, spare)
 
 
@@ -268,8 +270,8 @@ def check_positions(
     engine: int | None = None,
     spare: int = 0,
 ) -> None:
-    """Raises ValueError for a problem whose text of so many tokens leaves no room for `new` ones, and `spare` behind
-    them, in the positions that the configuration says the model has, if it does, or those that an engine was given."""
+    """Raise ValueError if a text is too long: `so_far` tokens, `new` ones and `spare` behind them exceed the positions
+    that the model has by its configuration (if that says so) or that the engine has (`engine`)."""
     most = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
     most = min((limit for limit in (most, engine) if limit), default=None)
     total = so_far + new
@@ -286,7 +288,7 @@ def check_positions(
 
 
 def decode_text(tokenizer: Any, tokens: Tensor, lengths: Tensor) -> list[str]:
-    """Special tokens inside a completion stay visible: a verifier must not be blind to them."""
+    """Return the text of the first `lengths[i]` tokens of each row i. Special tokens stay visible, for verifiers."""
     rows = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     return tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
@@ -295,8 +297,8 @@ def decode_text(tokenizer: Any, tokens: Tensor, lengths: Tensor) -> list[str]:
 
 
 def unrouted_tokens(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Tokens of a rollout that have no route by right: padding, and each row's last token, which was sampled and never
-    fed back.
+    """Return a bool mask of the tokens of a rollout that rightly have no route: padding, and each row's last token,
+    which was sampled and never fed back to the model.
 
     >>> unrouted_tokens(torch.tensor([[False, True, True, False]])).int().tolist()
     [[1, 0, 1, 1]]
@@ -306,19 +308,20 @@ def unrouted_tokens(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
 
 
 @dataclass(frozen=True)
-class Fed:
-    """Which part of the result one call of the model spoke of."""
+class CallPlace:
+    """The place in the rollout of the tokens that one call of the model was fed."""
 
     rows: Int[Tensor, " n"]
-    source: Int[Tensor, " n"]  # rows[i] of the result was row source[i] of the call
-    column: int  # where the call's first token stands in the result
+    source: Int[Tensor, " n"]  # row rows[i] of the rollout was row source[i] of the call
+    column: int  # column of the rollout in which the call's first token stands
 
 
-Trace = tuple[Fed, RoutedExperts]
+Trace = tuple[CallPlace, RoutedExperts]
 
 
 def assemble(traces: list[Trace], input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]) -> RoutedExperts:
-    """Routes of the result from those of the calls; -1 on padding and on each row's last token."""
+    """Return the routes of a rollout, put together from those of the model's calls; -1 on padding and on each row's
+    last token."""
     like = traces[0][1]
     ids = input_ids.new_full((*input_ids.shape, *like.shape[2:]), -1, dtype=torch.int16)
     for fed, routes in traces:

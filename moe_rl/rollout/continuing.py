@@ -1,6 +1,6 @@
-"""Responses that go on: with other weights (partial rollouts), or after text that is not the policy's (several turns).
+"""Continued responses: with other weights (partial rollouts), or after text that is not the policy's (several turns).
 
-The text so far is prefilled anew by whoever goes on, so that nothing of a KV cache of other weights is used.
+Each continuation prefills the text so far anew, so that no KV cache of other weights is used.
 """
 
 import itertools
@@ -26,11 +26,11 @@ from moe_rl.rollout.completions import (
 from moe_rl.rollout.task import Problem, token_ids, user_code
 
 TURNS = 4
-"""Turns of the policy in one response, where the task does not say how many (`max_turns`)."""
+"""Turns of the policy in one response, if the task has no `max_turns`."""
 
 
 def unfinished(rollout: Rollout, longest: int) -> Bool[Tensor, " B"]:
-    """Responses without an end token that have fewer than `longest` tokens of the policy's own."""
+    """Return a bool mask of the responses without an end token that have fewer than `longest` tokens of the policy."""
     return ~rollout.finished & (rollout.lengths < longest)
 
 
@@ -45,17 +45,17 @@ def extend(
     version: int | None = None,
     record_routes: bool = False,
 ) -> Rollout:
-    """The rollout with every unfinished response gone on by up to `tokens` tokens of the engine's model.
+    """Return the rollout with every unfinished response continued by up to `tokens` tokens of the engine's model.
 
-    Routes, where they are recorded: a token keeps the route that it had when the token after it was written, so that
-    each row of routes is of the weights that drew from it (`versions` of the next token). Routes of a token that had
-    none yet (the last one before, tool text) are those of this call.
+    If routes are recorded, a token keeps the route that it had when the next token was written, so that each token's
+    route comes from the weights that drew the next token (`versions` of the next token). A token without a route so far
+    (the last one of the text before, tool text) gets the route of this call.
 
     Args:
         engine: a `ModelEngine`.
-        longest: tokens of the policy's own that a response may have.
-        generator: one uniform number per response and position is drawn from it, finished ones included.
-        version: of the model's weights, noted for the new tokens; None where versions are not kept.
+        longest: the most tokens of the policy that a response may have.
+        generator: source of one uniform number per response and position, finished responses included.
+        version: version of the model's weights, noted for the new tokens; None if versions are not kept.
 
     Raises:
         ValueError: versions or routes that are kept for some tokens and not for others; a text that leaves no room for
@@ -102,7 +102,7 @@ def extend(
     return replace(wide, routes=routes, completions=_texts(wide, tokenizer))
 
 
-# -- with other weights ------------------------------------------------------------------------------------------------
+# -- partial rollouts --------------------------------------------------------------------------------------------------
 
 
 def partial_responses(
@@ -118,20 +118,21 @@ def partial_responses(
     temperature: float,
     record_routes: bool,
 ) -> Rollout:
-    """The oldest batch, finished; all others in `drafts` are one segment further, and a new one has begun.
+    """Return the oldest batch, finished, after a new batch was begun and all batches in `drafts` went on by a segment.
 
-    Every call begins one batch and gives one; where the oldest is not finished by then, it begins more under the same
-    version, each time with all others a segment further, until it is. So the batches in `drafts` never become
-    fewer: after one long response every later batch waits for those before it, finished or not, and its first tokens
-    are as many versions old as there are batches in `drafts`.
+    Every call begins one batch and returns one. If the oldest batch is not finished by then, the call begins further
+    batches under the same version, and continues all others by a segment each time, until the oldest is finished. So
+    the number of batches in `drafts` never falls: after one long response every later batch waits for those before it,
+    finished or not, and its first tokens are as many versions old as there are batches in `drafts`.
 
     Args:
+        drafts: the batches that were begun and not yet returned, oldest first; changed in place.
         engine: a `ModelEngine`.
-        problems: of a new batch.
+        problems: returns the problems of a new batch.
         generator: (number) -> random numbers for one segment of one batch.
-        segment: tokens.
-        longest: tokens that a response may have.
-        version: of the weights that write now.
+        segment: the most tokens by which a response goes on at a time.
+        longest: the most tokens that a response may have.
+        version: version of the weights that write now.
     """
     options: dict[str, Any] = {"temperature": temperature, "record_routes": record_routes}
     numbers = itertools.count(1)
@@ -152,7 +153,8 @@ def partial_responses(
 
 
 def version_metrics(rollout: Rollout, version: int) -> dict[str, float]:
-    """How old a rollout's tokens are, in versions (= steps) before the present one, and how mixed its responses."""
+    """Return metrics of the age of a rollout's tokens, in versions (= steps) before `version`: mean, maximum, the share
+    of tokens of older versions, and the share of responses with tokens of several versions."""
     assert rollout.versions is not None
     ages = version - rollout.versions[rollout.completion_mask]
     rows = [row[mask].unique().numel() for row, mask in zip(rollout.versions, rollout.completion_mask, strict=True)]
@@ -165,12 +167,13 @@ def version_metrics(rollout: Rollout, version: int) -> dict[str, float]:
     }
 
 
-# -- after text that is not the policy's -------------------------------------------------------------------------------
+# -- several turns -----------------------------------------------------------------------------------------------------
 
 
 def append_text(rollout: Rollout, tokenizer: Any, texts: Mapping[int, str]) -> Rollout:
-    """The rollout with text after the responses of some rows, which then go on: its tokens are attended to and are no
-    completion tokens, so that no loss, ratio or length counts them; log-probability 0, version -1, no route yet."""
+    """Return the rollout with a text appended to the responses of some rows (`texts`, by row), which become unfinished.
+    The tokens of the text are attended to and are no completion tokens, so that no loss, ratio or length counts them;
+    their log-probability is 0, their version -1, and they have no route yet."""
     device = rollout.input_ids.device
     encoded = {row: token_ids(tokenizer, text, add_special_tokens=False) for row, text in texts.items()}
     rows = torch.tensor(sorted(row for row, ids in encoded.items() if ids), dtype=torch.int64, device=device)
@@ -189,10 +192,12 @@ def append_text(rollout: Rollout, tokenizer: Any, texts: Mapping[int, str]) -> R
 
 
 def in_turns(engine: Any, task: Any, tokenizer: Any, seconds: float | None = None) -> Any:
-    """The engine; for a task that replies, one whose responses take several turns from now on: to every response that
-    ended its turn the task may reply (`reply(problem, transcript)`; None or an empty text ends the conversation), and
-    after the reply the policy goes on. `max_new_tokens` is then of all turns of the policy together, and a response
-    that has them gets no reply. Sampling raises TaskError, with prompt and transcript, where the task's code fails.
+    """Return the engine, changed in place to sample in several turns if the task has a method `reply`.
+
+    The task may reply to every response that ended its turn (`reply(problem, transcript)`; None or an empty text ends
+    the conversation), and after the reply the policy goes on. `max_new_tokens` then limits all turns of the policy
+    together, and a response that has reached it gets no reply. Sampling raises TaskError, with prompt and transcript,
+    if the task's code fails.
 
     Args:
         engine: a `ModelEngine`.
@@ -211,7 +216,7 @@ def in_turns(engine: Any, task: Any, tokenizer: Any, seconds: float | None = Non
             if not any(told.values()):
                 break
             rollout = append_text(rollout, tokenizer, told)
-            talking = ~rollout.finished  # those that got a text
+            talking = ~rollout.finished  # `append_text` made the rows that got a text unfinished
             rollout = extend(engine, rollout, tokens=max_new_tokens, longest=max_new_tokens, **options)
         return rollout
 
@@ -220,7 +225,7 @@ def in_turns(engine: Any, task: Any, tokenizer: Any, seconds: float | None = Non
 
 
 def replies(task: Any, rollout: Rollout, asked: Bool[Tensor, " B"], seconds: float | None) -> dict[int, str]:
-    """What the task says to the responses `asked`, by row."""
+    """Return the task's replies, by row, to the responses where `asked` is True, without rows whose reply is None."""
     found = {}
     for row in asked.nonzero()[:, 0].tolist():
         problem, transcript = rollout.problems[row], rollout.completions[row]
@@ -231,11 +236,11 @@ def replies(task: Any, rollout: Rollout, asked: Bool[Tensor, " B"], seconds: flo
     return found
 
 
-# -- places ------------------------------------------------------------------------------------------------------------
+# -- positions of tokens -----------------------------------------------------------------------------------------------
 
 
 def right_aligned(ids: Int[Tensor, "n T"], mask: Bool[Tensor, "n T"]) -> tuple[Int[Tensor, "n T"], Bool[Tensor, "n T"]]:
-    """The tokens of each row moved to its right end, in order.
+    """Return ids and mask with the tokens of each row moved to its right end, in order; ids are 0 elsewhere.
 
     >>> right_aligned(torch.tensor([[0, 5, 6, 0]]), torch.tensor([[False, True, True, False]]))[0]
     tensor([[0, 0, 5, 6]])
@@ -248,8 +253,8 @@ def right_aligned(ids: Int[Tensor, "n T"], mask: Bool[Tensor, "n T"]) -> tuple[I
 def _placed(
     rollout: Rollout, rows: Int[Tensor, " n"], new: Bool[Tensor, "n M"], padding: int
 ) -> tuple[Rollout, tuple[Tensor, Tensor]]:
-    """A copy of the rollout that is wide enough, and where the new tokens of `rows` stand in it: behind each row's
-    last token."""
+    """Return a copy of the rollout that has room for the new tokens of `rows`, and the index (row, column) of each new
+    token, behind its row's last token."""
     T = rollout.input_ids.shape[1]
     positions = torch.arange(T, device=rows.device)
     last = torch.where(rollout.attention_mask[rows], positions, -1).amax(1)
@@ -260,6 +265,6 @@ def _placed(
 
 
 def _texts(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """Everything after the prompts, tool text included, without the end token that closes a row."""
+    """Return the text of each row after the prompt, tool text included, without the end token that closes a row."""
     tokens, mask = rollout.input_ids[:, rollout.first :], rollout.attention_mask[:, rollout.first :]
     return decode_text(tokenizer, tokens, mask.sum(1) - rollout.finished.long())

@@ -1,4 +1,5 @@
-"""What DAPO (arXiv 2503.14476) adds to sampling: groups without a signal are replaced, overlong responses pay."""
+"""DAPO's additions to sampling (arXiv 2503.14476): groups of equal rewards are replaced, overlong responses get a
+penalty."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,8 @@ from moe_rl.rollout.completions import Rollout, join_rollouts
 
 
 def overlong_penalty(lengths: Int[torch.Tensor, " B"], longest: int, buffer: int) -> Float[torch.Tensor, " B"]:
-    """Soft overlong punishment, in units of reward (arXiv 2503.14476, eq. 13; L_max: `longest`, L_cache: `buffer`):
+    """Return the soft overlong punishment of responses of these lengths, in units of reward (arXiv 2503.14476, eq. 13;
+    L_max: `longest`, L_cache: `buffer`):
 
         0                                    |y| <= L_max - L_cache
         ((L_max - L_cache) - |y|) / L_cache  up to L_max
@@ -23,18 +25,19 @@ def overlong_penalty(lengths: Int[torch.Tensor, " B"], longest: int, buffer: int
 
 
 def refill(rollout: Rollout, sample: Callable[[int, int], Rollout], attempts: int) -> tuple[Rollout, dict[str, Any]]:
-    """Dynamic sampling: groups whose rewards are all equal are replaced by groups of new prompts that have a signal
-    (arXiv 2503.14476, section 3.2, eq. 11), until there is none left or `attempts` further samplings were made.
+    """Replace groups whose rewards are all equal by groups of new prompts whose rewards differ: dynamic sampling (arXiv
+    2503.14476, section 3.2, eq. 11), until no such group is left or `attempts` further samplings were made.
 
-    Differs: the paper samples until the batch is full; here the attempts are bounded, and what is left stays.
+    Differs: the paper samples until the batch is full; here the attempts are bounded, and groups that could not be
+    replaced stay.
 
     Args:
         sample: (attempt from 1 on, how many prompts at least) -> their verified responses.
 
     Returns:
-        a rollout of as many groups, and what is to be logged: `reward`, `reward_n` of all that was sampled, replaced
-        groups included; `kept_reward` of what is trained on; `refills`, samplings beyond the first; `groups_sampled`;
-        `groups_replaced`.
+        a rollout of as many groups, and numbers to log: `reward` (mean) and `reward_n` (count) of all responses that
+        were sampled, replaced groups included; `kept_reward`, the mean over those that are trained on; `refills`,
+        samplings beyond the first; `groups_sampled`; `groups_replaced`.
     """
     rewards, replaced, attempt = [rollout.rewards], 0, 0
     while attempt < attempts and len(places := rollout.equal_groups.nonzero()[:, 0]):

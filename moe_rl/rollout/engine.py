@@ -1,13 +1,13 @@
-"""The plainest engine: a Hugging Face causal language model that samples by itself.
+"""The simplest rollout engine: a Hugging Face causal language model that samples by itself.
 
-It decodes with a KV cache and one prefill per prompt; finished sequences leave the batch. Every token's log-probability
-is kept, and, where asked for, the experts that decoding chose. `generate()` would repeat the prefill G times, decode
-every sequence to the longest one's end, and draw randomness that depends on the batch. Here the random numbers of a
-sequence depend on its row alone, so that neither compaction nor chunking changes what is sampled (up to what the
-model's own arithmetic makes of another batch shape).
+The engine decodes with a KV cache and one prefill per prompt; finished sequences leave the batch. Every token's
+log-probability is kept and, if asked for, the experts that decoding chose. `generate()` would repeat the prefill G
+times, decode every sequence to the longest one's end, and draw randomness that depends on the batch. Here the random
+numbers of a sequence depend on its row alone, so that neither compaction nor chunking changes what is sampled (up to
+the differences that another batch shape makes in the model's own arithmetic).
 
-What an engine is stands in `engine_config`, those with weights and arithmetic of their own in `engines`; `sample` is
-this one as a function, for whoever has no run.
+`engine_config` has the protocol of an engine, `engines` the engines with weights and arithmetic of their own. The
+function `sample` uses the engine of this module without a run.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from moe_rl.measure.logprobs import evaluating, hf_model, token_logps
 from moe_rl.rollout.completions import (
     UNWRITTEN,
-    Fed,
+    CallPlace,
     Rollout,
     Trace,
     assemble,
     check_length,
     encode_prompts,
     end_tokens,
-    made_of,
+    rollout_from_tokens,
 )
 from moe_rl.rollout.engine_config import EXACT, NEVER, Engine, Tolerance, gathered
 from moe_rl.rollout.task import Problem, shortened
@@ -46,7 +46,8 @@ COMPACT_SHARE = 0.25  # finished sequences leave the batch when they are this sh
 
 
 class ModelEngine:
-    """A model that samples by itself: never stale, and no mismatch but that of cached decoding against one forward."""
+    """An engine in which a Hugging Face model samples by itself. If that is the training model, its weights are never
+    stale, and its log-probabilities differ from those of training only as cached decoding differs from one forward."""
 
     tolerance = EXACT
 
@@ -64,7 +65,7 @@ class ModelEngine:
         generator: torch.Generator | None = None,
         record_routes: bool = False,
     ) -> Rollout:
-        """See `moe_rl.rollout.sample`, and `Engine.sample` for the routes."""
+        """Sample completions of each problem; see `moe_rl.rollout.sample`, and `Engine.sample` for the routes."""
         check_request(problems, group_size, max_new_tokens, temperature, self.max_batch)
         device = next(self.model.parameters()).device
         prompts, prompt_mask = encode_prompts(self.tokenizer, problems)
@@ -77,7 +78,7 @@ class ModelEngine:
         prompt = torch.arange(B, device=device) // group_size
 
         tokens, logps, traces = self.decode(prompts, prompt_mask, prompt, uniform, ends, temperature, record_routes)
-        rollout = made_of(
+        rollout = rollout_from_tokens(
             self.tokenizer, problems, group_size, prompts[prompt], prompt_mask[prompt], tokens, logps, ends
         )
         if record_routes:
@@ -95,9 +96,9 @@ class ModelEngine:
         record: bool,
         room: Int[Tensor, " B"] | None = None,
     ) -> tuple[Int[Tensor, "B M"], Float[Tensor, "B M"], list[Trace]]:
-        """Tokens (`UNWRITTEN` past a row's end), their log-probabilities, and what each call of the model routed. Row b
-        goes on from prompt `prompt[b]`, left-padded, and draws token t by `uniform[b, t]`, up to `room[b]` of them (1
-        to M; None: M)."""
+        """Return tokens (`UNWRITTEN` past a row's end), their log-probabilities, and the routes of each call of the
+        model. Row b goes on from the left-padded prompt `prompt[b]`, draws token t by `uniform[b, t]`, and has at most
+        `room[b]` tokens (1 to M; None: M)."""
         B, M = uniform.shape
         room = torch.full((B,), M, device=prompts.device) if room is None else room
         tokens = torch.full((B, M), UNWRITTEN, device=prompts.device)
@@ -113,7 +114,7 @@ class ModelEngine:
         return tokens, logps, traces
 
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Nothing to copy: `weights` are this model's own."""
+        """Set `version`. There is nothing to copy, because `weights` are this model's own."""
         self.version = version
 
     def logps(self, rollout: Rollout, temperature: float = 1.0) -> Float[Tensor, "B T"]:
@@ -143,8 +144,8 @@ def sample(
         problems: one prompt each.
         group_size: completions per prompt (G); row `b` of the result answers problem `b // G`.
         max_new_tokens: length limit of a completion, the end token included.
-        temperature: softmax(logits / temperature) is sampled from, and is what `logps` speak of; 0 takes the most
-            probable token.
+        temperature: tokens are drawn from softmax(logits / temperature), and `logps` are its log-probabilities; 0 takes
+            the most probable token.
         generator: source of randomness (any device); None: torch's default one. One uniform number per row and
             position is drawn before decoding begins.
         record: record the experts that prefill and decoding chose.
@@ -170,7 +171,7 @@ def sample(
 
 @torch.no_grad()
 def forward_logps(model: nn.Module, rollout: Rollout, temperature: float = 1.0) -> Float[Tensor, "B T"]:
-    """Log-probabilities (nats) of a rollout's completion tokens under the model's own arithmetic, 0 elsewhere; on the
+    """Return log-probabilities (nats) of a rollout's completion tokens by one forward of the model, 0 elsewhere; on the
     rollout's device."""
     device = next(model.parameters()).device
     out = token_logps(model, *(x.to(device) for x in rollout.tokens), temperature=temperature)
@@ -184,7 +185,7 @@ def check_request(
     temperature: float,
     max_batch: int | None,
 ) -> None:
-    """Raises ValueError for what cannot be sampled whatever the model."""
+    """Raise ValueError if arguments of `sample` are invalid for every model: no problems, a wrong type or number."""
     if not problems:
         raise ValueError("problems: nothing to sample, the list is empty")
     if wrong := [problem for problem in problems if not isinstance(problem, Problem)]:
@@ -201,7 +202,8 @@ def check_request(
 
 
 class _Chunk:
-    """Rows decoded together: their tokens so far and their cache. Rows leave it when they are done."""
+    """A batch of rows that are decoded together, with their tokens so far and their KV cache; finished rows leave the
+    batch."""
 
     def __init__(
         self,
@@ -211,9 +213,9 @@ class _Chunk:
         prompt: Int[Tensor, " n"],
         rows: Int[Tensor, " n"],
     ):
-        """Prefill: row i of the chunk is row `rows[i]` of the result and continues prompt `prompt[i]`."""
+        """Prefill the prompts. Row i of the chunk is row `rows[i]` of the result and continues prompt `prompt[i]`."""
         self.model, self.rows, self.cache = model, rows, None
-        self.fed: list[Fed] = []
+        self.fed: list[CallPlace] = []
         self.accepts = set(inspect.signature(hf_model(model).forward).parameters)
         used, place = torch.unique_consecutive(prompt, return_inverse=True)
         ids, mask = ids[used], mask[used].long()
@@ -228,8 +230,8 @@ class _Chunk:
             self.forward()
 
     def forward(self, source: Int[Tensor, " n"] | None = None) -> None:
-        """Feed `ids`; `logits` (fp32, `[n,V]`) are those after the last of them. `source`: the call's row of each
-        of the chunk's rows, where they are not the same."""
+        """Feed `self.ids` to the model and set `self.logits` (fp32, `[n,V]`) to the logits after the last token.
+        `source`: for each row of the chunk, the row of this call that holds its tokens; None: the same row."""
         new = self.ids.shape[1]
         inputs: dict[str, Any] = {"input_ids": self.ids, "attention_mask": self.mask, "use_cache": True}
         if self.cache is not None:
@@ -241,12 +243,12 @@ class _Chunk:
             inputs["logits_to_keep"] = 1
         out = self.model(**inputs)
         source = torch.arange(len(self.rows), device=self.rows.device) if source is None else source
-        self.fed.append(Fed(self.rows, source, self.first + self.mask.shape[1] - new))
+        self.fed.append(CallPlace(self.rows, source, self.first + self.mask.shape[1] - new))
         self.cache = cache_left(out)
         self.logits = out.logits[:, -1].float()
 
     def select(self, index: Int[Tensor, " m"]) -> None:
-        """Keep (or repeat) the rows `index` of what was fed."""
+        """Keep (or repeat) the rows `index` of ids, mask, logits and cache."""
         if self.cache is not None:
             self.cache.batch_select_indices(index)
         self.ids, self.mask, self.logits = self.ids[index], self.mask[index], self.logits[index]
@@ -260,7 +262,7 @@ class _Chunk:
         temperature: float,
         room: Int[Tensor, " B"],
     ) -> None:
-        """Fill the chunk's rows of `tokens` and `logps`, each up to its end or its room."""
+        """Fill the chunk's rows of `tokens` and `logps`, each up to its end token or its limit `room`."""
         done = torch.zeros_like(self.rows, dtype=torch.bool)
         limit = tokens.shape[1]
         for t in range(limit):
@@ -272,12 +274,12 @@ class _Chunk:
             finished = int(done.sum())
             if finished == len(done) or t == limit - 1:
                 return
-            # A row with no room left leaves at once: of positions beyond, nobody asked whether the model has them.
+            # A row with no room left leaves at once: nobody checked that the model has positions beyond its limit.
             if self.selectable and (finished >= COMPACT_SHARE * len(done) or bool(full.any())):
                 keep = (~done).nonzero()[:, 0]
                 self.select(keep)
                 self.rows, token, done = self.rows[keep], token[keep], done[keep]
-            # With a cache only the new token is fed; without one, everything.
+            # With a cache only the new token is fed; without a cache, the whole text.
             self.ids = token[:, None] if self.cache is not None else torch.cat([self.ids, token[:, None]], 1)
             self.mask = F.pad(self.mask, (0, 1), value=1)
             self.forward()
@@ -286,7 +288,8 @@ class _Chunk:
 def draw_tokens(
     logits: Float[Tensor, "n V"], uniform: Float[Tensor, " n"], temperature: float
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
-    """One token per row by inverting the cumulative distribution at `uniform`, and its log-probability (nats).
+    """Draw one token per row by inverting the cumulative distribution at `uniform`; return it with its log-probability
+    (nats).
 
     The distribution is softmax(logits / temperature); at temperature 0 the most probable token is taken, and the
     log-probability is the one at temperature 1.
@@ -298,8 +301,8 @@ def draw_tokens(
     if temperature == 0:
         token = logits.argmax(-1)
     else:
-        # float64: over a large vocabulary a float32 sum would lose the tail. The scale by the last entry makes it
-        # reach 1, and `right=True` never lands on a token of probability 0.
+        # float64: over a large vocabulary a float32 sum would lose the tail. The scale by the last entry makes the
+        # distribution reach 1, and `right=True` never lands on a token of probability 0.
         cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
         target = (uniform.double() * cumulative[:, -1])[:, None]
         token = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
@@ -307,9 +310,9 @@ def draw_tokens(
 
 
 def _selectable(cache: Any) -> bool:
-    """Whether rows of the cache can be repeated and dropped: its layers are known to keep all of their state in what
-    `batch_select_indices` selects. Recurrent and hybrid layers inherit that method but not for their own states, so
-    they are prefilled once per row and never compacted; without a cache, the tokens are all there is."""
+    """Return whether rows of the cache can be repeated and dropped: its layers are known to keep all of their state in
+    what `batch_select_indices` selects. Recurrent and hybrid layers inherit that method without selecting their own
+    states by it, so they are prefilled once per row and never compacted. True if there is no cache but only tokens."""
     known = ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer")
     return cache is None or all(type(layer).__name__ in known for layer in getattr(cache, "layers", [None]))
 
@@ -318,11 +321,11 @@ def _selectable(cache: Any) -> bool:
 
 
 def seeded_generator(seed: int, purpose: str, step: int, index: int = 0) -> torch.Generator:
-    """A torch generator (CPU) for one purpose at one step.
+    """Return a torch generator (CPU) for one purpose at one step.
 
-    Its numbers follow from a seed and a purpose, not from the past: runs with one seed share prompts, sampling noise
-    and minibatch order whatever their method does with them, and a resumed run draws what the uninterrupted one would
-    have.
+    Its numbers follow from seed, purpose, step and index, not from earlier draws: runs with one seed share prompts,
+    sampling noise and minibatch order whatever their method does with them, and a resumed run draws the same numbers as
+    an uninterrupted one.
 
     >>> a, b = (torch.rand(1, generator=seeded_generator(0, "sample", step=3)) for _ in range(2))
     >>> a == b
@@ -333,5 +336,5 @@ def seeded_generator(seed: int, purpose: str, step: int, index: int = 0) -> torc
 
 
 def seeded_random(seed: int, purpose: str, *index: int) -> random.Random:
-    """The same for the choice of prompts, as `random.Random`."""
+    """Return a `random.Random` for one purpose, such as the choice of prompts, as `seeded_generator` does for torch."""
     return random.Random("/".join(map(str, (seed, purpose, *index))))

@@ -1,4 +1,4 @@
-"""What the training loop asks of whoever samples, and what a study file may say of it (`rollout.engine`).
+"""The protocol of rollout engines (`Engine`), and the settings of a study file for them (`rollout.engine`).
 
 The policy that samples (mu) and the training engine's old policy (pi_old) are two things even at equal weights:
 kernels, precision and batch shapes differ, routers near a tie flip, and log-probabilities move.
@@ -22,15 +22,15 @@ from moe_rl.rollout.vllm_host import agreed
 from moe_rl.routing import RoutedExperts, RoutingError
 
 NEVER = -1
-"""Version of an engine whose weights nobody has named yet."""
+"""The version of an engine that was never synced."""
 
 
 class Tolerance(NamedTuple):
-    """How far an engine's log-probabilities may be from the training model's at equal weights: mean absolute
+    """The allowed gap between an engine's log-probabilities and the training model's at equal weights: mean absolute
     difference, nats per token.
 
-    least: what is always allowed: a token or two whose router flips at a tie.
-    most: what its arithmetic explains; a gap above means other weights, or weights that are read otherwise.
+    least: the gap that is always allowed, for a token or two whose router flips at a tie.
+    most: the largest gap that the engine's arithmetic explains; above it, its weights are others or are misread.
     """
 
     least: float = 1e-3
@@ -42,15 +42,16 @@ EXACT = Tolerance()
 
 @runtime_checkable
 class Engine(Protocol):
-    """What the training loop asks of whoever samples.
+    """The protocol of a rollout engine: the attributes and methods that the training loop uses.
 
     Attributes:
-        version: of the weights that it holds, as named at the last `sync`; `NEVER` before.
-        tolerance: what its arithmetic may make of equal weights.
+        version: version of the weights that the engine holds, as named at the last `sync`; `NEVER` before.
+        tolerance: the gap that the engine's arithmetic may make at equal weights.
 
-    It may also have:
-        slow_sync: True where a sync takes seconds; the test at the start then changes fewer tensors.
-        renewed(): itself, made anew from the training model's weights, where there can be no second one beside it.
+    An engine may also have:
+        slow_sync: True if a sync takes seconds; the test at the start then changes fewer tensors.
+        renewed(): returns the engine itself, made anew from the training model's weights; for an engine beside which no
+            second one can exist.
     """
 
     version: int
@@ -66,23 +67,23 @@ class Engine(Protocol):
         generator: torch.Generator | None,
         record_routes: bool,
     ) -> Rollout:
-        """Completions with the engine's own `logps` (nats, at the sampling temperature) and, if asked, its `routes`:
-        of prefill for the prompt, of decoding for the rest, -1 on padding and on each row's last token."""
+        """Return completions with the engine's own `logps` (nats, at the sampling temperature) and, if asked, its
+        `routes`: of prefill for the prompt, of decoding for the rest, -1 on padding and on each row's last token."""
 
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take over these weights (names and shapes of the training model's state dict, any floating dtype). Whatever
-        was cached under the old ones (prefixes, KV) must be gone when this returns. Of a sharded training model they
-        are DTensors, to be gathered (`gathered`) one after another, on all ranks in the same order."""
+        """Take over these weights (names and shapes of the training model's state dict, any floating dtype). All that
+        was cached under the old weights (prefixes, KV) must be gone when this returns. Weights of a sharded training
+        model are DTensors, to be gathered (`gathered`) one after another, on all ranks in the same order."""
 
     def logps(self, rollout: Rollout, temperature: float) -> Float[Tensor, "B T"]:
-        """The engine's log-probabilities of given completions, nats, 0 elsewhere: the probe after each sync."""
+        """Return the engine's log-probabilities of given completions, nats, 0 elsewhere; used to test each sync."""
 
     def close(self) -> None:
-        """Free what the engine holds; it is not used again."""
+        """Free the engine's resources. The engine is not used again."""
 
 
 def check_routes(rollout: Rollout) -> RoutedExperts:
-    """The rollout's routes, after a check that exactly the tokens of `unrouted_tokens` lack them, at every site.
+    """Return the rollout's routes, after a check that exactly the tokens of `unrouted_tokens` lack them at every site.
 
     Raises:
         RoutingError: no routes at all; holes where the engine must have routed; routes where nothing was routed.
@@ -104,7 +105,8 @@ def check_routes(rollout: Rollout) -> RoutedExperts:
 
 
 def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: str) -> None:
-    """Raises EngineError for weights to be synced whose names or shapes are not the engine's own."""
+    """Raise EngineError if names or shapes of the `weights` to be synced differ from those of `own`, the engine's.
+    `where` begins the message."""
     differ = []
     for name in sorted(own.keys() | weights.keys()):
         here, there = (list(of[name].shape) if name in of else "no tensor" for of in (weights, own))
@@ -119,15 +121,16 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], wher
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """A sharded tensor (DTensor), whole on every rank, all of which must ask; any other as it is."""
+    """Return a sharded tensor (DTensor) whole on every rank, or any other tensor unchanged. All ranks must call this
+    for a sharded tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-# -- what a study file says --------------------------------------------------------------------------------------------
+# -- settings of a study file ------------------------------------------------------------------------------------------
 
 ENGINE_KINDS = ("self", "hf", "vllm")
 CONTINUING_KINDS = ("self", "hf")
-"""Engines that can go on with a text that they began."""
+"""Kinds of engines that can continue a response (partial rollouts, several turns)."""
 KINDS_WITH = {
     "experts_implementation": ("hf",),
     "router_format": ("hf",),
@@ -136,22 +139,23 @@ KINDS_WITH = {
     "python": ("vllm",),
     "url": ("vllm",),
 }
-"""Settings that not all kinds of engines have, and which do."""
+"""For each setting that only some kinds of engines have: the kinds that have it."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUTER_FORMATS = ("int4", "e5m2")
 WEIGHT_FORMATS = {"fp8": 0.5, "int4": 1.0, "mxfp4": 1.0}
-"""Emulated formats of weights, and by how much each adds to what arithmetic explains (nats per token)."""
+"""Emulated formats of weights, and what each adds to the largest gap that arithmetic explains (nats per token)."""
 ARITHMETIC = {torch.float32: EXACT, torch.float16: Tolerance(5e-3, 0.1), torch.bfloat16: Tolerance(2e-2, 0.5)}
-"""What each dtype explains."""
+"""The tolerance of each dtype."""
 
 
 class EngineError(RuntimeError):
-    """A rollout engine that cannot be made, or that does not hold the weights it should; says what and what to do."""
+    """An error of a rollout engine: it cannot be made, fails, or does not hold the right weights. The message says what
+    is wrong and what to do."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Who samples the responses."""
+    """Settings of the rollout engine, which samples the responses."""
 
     kind: str = "self"
     """`self`: the training model. `hf`: a second copy of it, with the arithmetic below, synced before each rollout.
@@ -183,7 +187,7 @@ class EngineConfig:
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Raises EngineError naming the field for a value that no engine knows."""
+    """Raise EngineError, which names the field, if a setting has an unknown value or does not apply to the kind."""
     if config.kind == "vllm":
         _check_vllm_settings(config)
     elif config.options and ":" not in config.kind:
@@ -211,12 +215,12 @@ def check_engine(config: EngineConfig) -> None:
         )
     if config.max_batch is not None and config.max_batch < 1:
         raise EngineError(f"rollout.engine.max_batch: at least 1, got {config.max_batch}")
-    if not 0 < config.timeout < 1e9:  # what the system's clocks can wait for
+    if not 0 < config.timeout < 1e9:  # the system's clocks cannot wait for much longer
         raise EngineError(f"rollout.engine.timeout: a positive number of seconds below 1e9, got {config.timeout}")
 
 
 def url_address(url: str, where: str = "rollout.engine.url") -> tuple[str, int]:
-    """Host and port. Raises EngineError for anything else than those.
+    """Return host and port of `http://HOST:PORT`. Raises EngineError for any other form; `where` begins the message.
 
     >>> url_address("http://gpu.example:8471/")
     ('gpu.example', 8471)
@@ -233,6 +237,7 @@ def url_address(url: str, where: str = "rollout.engine.url") -> tuple[str, int]:
 
 
 def _check_vllm_settings(config: EngineConfig) -> None:
+    """Raise EngineError if url, python or an option is invalid for the kind `vllm`."""
     if config.url is not None:
         url_address(config.url)
         if config.python is not None:

@@ -1,7 +1,7 @@
-"""Rollout engines with weights of their own: another copy of the training model with its own arithmetic, or one's own.
+"""Rollout engines with weights of their own: a copy of the training model with other arithmetic, or a user's class.
 
-`HuggingFaceEngine` makes the mismatch between two engines on any machine; in fp32 it is the control. An engine of one's
-own is a class that `rollout.engine.kind` names as `package.module:Class` or `path/to/file.py:Class`; it is built as
+`HuggingFaceEngine` makes the mismatch between two engines on any machine; in fp32 it is the control. An engine of your
+own is a class that `rollout.engine.kind` names as `package.module:Class` or `path/to/file.py:Class`; it is built by
 `Class(model, tokenizer, **rollout.engine.options)` and must be an `Engine` (docs/extending.md). vLLM is in
 `moe_rl.rollout.vllm_engine`.
 """
@@ -37,17 +37,18 @@ from moe_rl.routing.experts import check_experts_name, check_megablocks
 from moe_rl.routing.sites import router_parameters
 
 GROUPS = {"int4": 128, "mxfp4": 32}
-"""Entries of a row that share a scale: the default of AWQ and GPTQ, and the block of the OCP MX specification."""
+"""How many entries of a row share a scale: the default of AWQ and GPTQ, and the block of the OCP MX specification."""
 
 
 class HuggingFaceEngine(ModelEngine):
-    """A second Hugging Face model with its own dtype, experts implementation and batch shapes.
+    """A rollout engine that is a copy of the training model with its own dtype, experts implementation and batch
+    shapes.
 
     Args:
         model: the training model, copied; LoRA adapters are copied with it.
         tokenizer: its tokenizer.
-        config: the arithmetic; `kind` is not looked at.
-        device: where it runs; None: where `model` is.
+        config: the arithmetic; the kind is not used, only checked.
+        device: where the copy runs; None: where `model` is.
 
     Raises:
         EngineError: an unknown dtype, router or weight format, or an experts implementation that transformers does
@@ -77,7 +78,7 @@ class HuggingFaceEngine(ModelEngine):
 
     @torch.no_grad()
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy every tensor, cast to the engine's dtype; then round what is asked for.
+        """Copy every tensor, cast to the engine's dtype; then round to the router and weight formats of the config.
 
         Raises:
             EngineError: names or shapes that are not the engine's.
@@ -109,7 +110,7 @@ def make_engine(
     max_batch: int | None = None,
     device: torch.device | None = None,
 ) -> Engine:
-    """The engine that `config` names; `max_batch` is what holds unless the engine has its own."""
+    """Build the engine that `config` names. `max_batch` is used unless `config` has one of its own."""
     check_engine(config)
     if config.kind == "self":
         return ModelEngine(model, tokenizer, max_batch)
@@ -134,13 +135,13 @@ def _own_engine(config: EngineConfig, model: nn.Module, tokenizer: Any) -> Engin
     ]
     if missing:
         raise EngineError(f"rollout.engine.kind: {config.kind} lacks {', '.join(missing)}; see moe_rl.rollout.Engine")
-    engine.sample = _answering_all(engine.sample, config.kind)
+    engine.sample = _with_checked_groups(engine.sample, config.kind)
     return engine
 
 
-def _answering_all(sample: Callable[..., Rollout], kind: str) -> Callable[..., Rollout]:
-    """`sample`, with EngineError for responses that are not one group for each problem, in their order: whole groups
-    that are missing or exchanged would train without a word."""
+def _with_checked_groups(sample: Callable[..., Rollout], kind: str) -> Callable[..., Rollout]:
+    """Return `sample` wrapped to raise EngineError unless it gives one group for each problem, in the problems' order:
+    training would not notice missing or exchanged groups."""
 
     @functools.wraps(sample)
     def checked(problems: Sequence[Problem], *, group_size: int, **options: Any) -> Rollout:
@@ -158,9 +159,9 @@ def _answering_all(sample: Callable[..., Rollout], kind: str) -> Callable[..., R
 
 
 def check_engine_here(config: EngineConfig, device: str) -> None:
-    """Raises EngineError for a second engine whose kernels transformers does not know, or this machine, or `device`
-    (model.device), lacks; for a vLLM that is not there, or of an unknown version; for a class of one's own that cannot
-    be imported."""
+    """Raise EngineError if the engine cannot run here: kernels of an `hf` engine that transformers does not know, or
+    that this machine or `device` (model.device) lacks; a vLLM that is missing or of an unknown version; a class of your
+    own that cannot be imported."""
     if config.kind == "vllm":
         check_vllm(config)
     if ":" in config.kind:
@@ -177,13 +178,13 @@ def check_engine_here(config: EngineConfig, device: str) -> None:
 
 @torch.no_grad()
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters and buffers in place to what `from_pretrained(dtype=...)` makes them (`dtypes_as_loaded`)."""
+    """Cast parameters and buffers in place to the dtypes of `from_pretrained(dtype=...)` (`dtypes_as_loaded`)."""
     for tensor, wanted in dtypes_as_loaded(model, dtype):
         tensor.data = tensor.data.to(wanted)
 
 
 def rounded(weight: Float[Tensor, "E D"], router_format: str) -> Float[Tensor, "E D"]:
-    """A router's weights rounded to a coarser format, in their own dtype.
+    """Return a router's weights rounded to a coarser format, in their own dtype.
 
     int4: `s round(w / s)` with one scale s = max|w| / 7 for each expert (row), 15 levels. e5m2: float8, two bits of
     mantissa.
@@ -198,7 +199,7 @@ def rounded(weight: Float[Tensor, "E D"], router_format: str) -> Float[Tensor, "
 
 @torch.no_grad()
 def rounded_layer(weight: Float[Tensor, "*rows D"], weight_format: str) -> Float[Tensor, "*rows D"]:
-    """A layer's weights rounded to a coarser format, in their own dtype; scales are kept in fp32.
+    """Return a layer's weights rounded to a coarser format, in their own dtype; scales are kept in fp32.
 
     fp8: `s e4m3(w / s)` with s = max|w| / 448 for each row. int4: `s round(w / s)`, s = max|w| / 7 for each group of
     128 entries of a row (the last of a row may be shorter), 15 levels. mxfp4 (OCP Microscaling Formats 1.0, section
@@ -225,8 +226,8 @@ def _int4(values: Tensor) -> Tensor:
 
 def _mxfp4(values: Tensor) -> Tensor:
     largest = values.abs().amax(-1, keepdim=True)
-    exponent = torch.frexp(largest).exponent - 3  # so that the largest is of 4 and below 8 scales
-    scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(min=-126)) + 0 * largest  # NaN if it is not finite
+    exponent = torch.frexp(largest).exponent - 3  # so that the largest value is at least 4 and below 8 scales
+    scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(min=-126)) + 0 * largest  # NaN if not finite
     scaled = (values / scale).clamp(-6, 6)
     size = scaled.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
@@ -234,25 +235,25 @@ def _mxfp4(values: Tensor) -> Tensor:
 
 
 def _row_scale(values: Tensor, largest: int) -> Tensor:
-    """By which the largest entry of a row is `largest`."""
+    """Return the scale of each row, by which its largest absolute value is `largest` scales."""
     return (values.abs().amax(-1, keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 @torch.no_grad()
 def round_layers(model: nn.Module, weight_format: str, *, frozen: bool = True) -> None:
-    """Round a model's linear layers and experts in place, each as `rounded_layer` does; not `frozen`: the trained ones
-    alone."""
+    """Round a model's linear layers and experts in place by `rounded_layer`. With `frozen=False`, frozen weights are
+    left as they are."""
     left = router_parameters(model) + [weight for weight in model.parameters() if not (frozen or weight.requires_grad)]
     for rows in layer_rows(model, left):
         rows.copy_(rounded_layer(rows, weight_format))
 
 
 def layer_rows(model: nn.Module, left: list[nn.Parameter]) -> Iterator[Tensor]:
-    """Weights of linear layers and experts as views `[*, outputs, inputs]`, so that a row makes one output.
+    """Yield the weights of linear layers and experts as views `[*, outputs, inputs]`, so that a row makes one output.
 
     Left out are the weights `left`, biases (those of all experts are one matrix), embeddings, head and LoRA adapters,
-    and whatever else has rows but multiplies no hidden state: convolutions, the recurrences of state-space layers,
-    learnt positions.
+    and all other weights that have rows but multiply no hidden state: convolutions, the recurrences of state-space
+    layers, learnt positions.
     """
     inner: Any = hf_model(model)
     ends = [module for module in (inner.get_input_embeddings(), inner.get_output_embeddings()) if module is not None]
@@ -266,6 +267,7 @@ def layer_rows(model: nn.Module, left: list[nn.Parameter]) -> Iterator[Tensor]:
 
 
 def _rows(module: Any, name: str, weight: Tensor) -> Tensor:
+    """Return a weight as a view `[*, outputs, inputs]`, transposed where its module stores it the other way round."""
     kind = type(module).__name__
     if kind == "DbrxExpertGLU" and name == "w2":  # all experts' [inputs, outputs] below each other
         return weight.unflatten(0, (module.moe_num_experts, -1)).mT

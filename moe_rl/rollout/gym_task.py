@@ -1,4 +1,4 @@
-"""The procedural tasks of reasoning-gym (an optional package), judged by their own scorers."""
+"""Procedurally generated tasks of reasoning-gym (an optional package), judged by that package's scorers."""
 
 import importlib.util
 import random
@@ -16,9 +16,9 @@ TAGS = "\n\nGive the final answer between <answer> and </answer>."
 
 @dataclass(frozen=True)
 class ReasoningGym(VerifiableTask):
-    """Questions of one reasoning-gym dataset; the reward is its own scorer's, from 0 to 1 with shades between.
+    """Task: questions of one reasoning-gym dataset; the reward is that of the dataset's scorer, from 0 to 1.
 
-    The scorer sees what the completion's last `<answer>...</answer>` holds, or without one the whole completion.
+    The scorer sees the content of the completion's last `<answer>...</answer>` or, without one, the whole completion.
     """
 
     dataset: str = "chain_sum"
@@ -26,9 +26,9 @@ class ReasoningGym(VerifiableTask):
     config: dict[str, Any] = field(default_factory=dict)
     """Arguments of the dataset's own configuration, e.g. `{max_terms: 4}`."""
     size: int = 100_000
-    """Different questions; one is made when it is drawn."""
+    """Number of different questions; each question is made when it is drawn."""
     seed: int = 0
-    """Which questions; not the run's seed, so that all seeds of a study share the held-out ones."""
+    """Seed of the questions; not the run's seed, so that all seeds of a study share the held-out questions."""
     instruction: str = TAGS
     """Put behind every question."""
     chat: bool = False
@@ -48,12 +48,12 @@ class ReasoningGym(VerifiableTask):
 
     @property
     def chats(self) -> bool:
-        """Whether there are messages, so that a chat template is needed."""
+        """Return whether the problems hold messages, so that a chat template is needed."""
         return self.chat
 
     @property
     def alphabet(self) -> str:
-        """The characters of 256 questions and answers, for a tiny model."""
+        """Return the characters of 256 questions and answers, for a tiny model."""
         rng = random.Random(0)
         return alphabet_of(self.name, (self.draw(rng) for _ in range(256)))
 
@@ -76,7 +76,7 @@ class ReasoningGym(VerifiableTask):
             return 0.0
 
     def demonstration(self, problem: Problem, rng: random.Random, noise: float = 0.0) -> str:
-        """The answer; with probability `noise`, that of some other question."""
+        """Return the answer or, with probability `noise`, the answer of a random question."""
         return self.draw(rng).answer if rng.random() < noise else problem.answer
 
     @cached_property

@@ -1,9 +1,9 @@
-"""One's own prompts and answers: a file with a JSON object per line.
+"""Tasks made of your own prompts and answers: a file with a JSON object per line.
 
     {"prompt": "What is 12 * 12?", "answer": "144"}
     {"messages": [{"role": "user", "content": "What is 12 * 12?"}], "answer": 144}
 
-Other fields are ignored, unless `fields` names them. The file is read once, when it is first needed.
+Other fields are ignored, unless the option `fields` names them. The file is read once, when it is first needed.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ from moe_rl.rollout.verifiers import VERIFIERS
 
 
 def alphabet_of(name: str, problems: Iterable[Problem]) -> str:
-    """The characters of prompts and answers, for a tiny model. Raises TaskError for an answer that holds the first or
-    the last token of its texts, by which it would end there."""
+    """Return the characters of prompts and answers, for a tiny model. Raises TaskError if an answer contains the
+    beginning or the end token of the tiny model's texts, because the text would end there."""
     found = {BOS, EOS}
     for problem in problems:
         if BOS in problem.answer or EOS in problem.answer:
@@ -38,14 +38,14 @@ def alphabet_of(name: str, problems: Iterable[Problem]) -> str:
 
 @dataclass(frozen=True)
 class JsonLines:
-    """Problems from a file; reward 1 if the verifier takes the completion for the answer, else 0.
+    """Task: problems from a file; reward 1 if the verifier accepts the completion as the answer, else 0.
 
     A tenth of the prompts (by a hash of the text, whatever the seed) is held out for evaluation, unless `held_out`
     names a file of its own.
     """
 
     path: str = ""
-    """The file; from the folder where the command runs, unless absolute."""
+    """The file; a relative path starts from the folder where the command runs."""
     held_out: str = ""
     """A file of prompts to evaluate on; then all of `path` is trained on."""
     verifier: str = "last_answer"
@@ -80,7 +80,7 @@ class JsonLines:
 
     @cached_property
     def problems(self) -> tuple[list[Problem], list[Problem]]:
-        """Those to train on and those held out, in the file's order."""
+        """Return the problems to train on and the held-out problems, each in the file's order."""
         problems = self._read(self.path, "path")
         if not self.held_out:
             parts = [p for p in problems if not is_held_out(p.prompt)], [p for p in problems if is_held_out(p.prompt)]
@@ -102,17 +102,17 @@ class JsonLines:
 
     @property
     def held_out_problems(self) -> list[Problem]:
-        """Those held out."""
+        """Return the held-out problems."""
         return self.problems[1]
 
     @property
     def chats(self) -> bool:
-        """Whether there are messages, so that a chat template is needed."""
+        """Return whether any problem holds messages, so that a chat template is needed."""
         return any(problem.messages is not None for part in self.problems for problem in part)
 
     @property
     def identity(self) -> str:
-        """A digest of all lines."""
+        """Return a SHA-256 digest of all problems."""
         said = repr(self.problems)
         if self.fields:
             said += repr([[problem.fields for problem in part] for part in self.problems])
@@ -120,7 +120,7 @@ class JsonLines:
 
     @property
     def alphabet(self) -> str:
-        """The characters of the file, for a tiny model."""
+        """Return the characters of all prompts and answers, for a tiny model."""
         return alphabet_of(self.name, (problem for part in self.problems for problem in part))
 
     def problem(self, rng: random.Random, held_out: bool = False) -> Problem:
@@ -130,7 +130,7 @@ class JsonLines:
         return float(self._verify(problem.answer, completion))
 
     def demonstration(self, problem: Problem, rng: random.Random, noise: float = 0.0) -> str:
-        """The answer; with probability `noise`, that of some other line."""
+        """Return the answer or, with probability `noise`, the answer of a random training problem."""
         return self.problem(rng).answer if rng.random() < noise else problem.answer
 
     @cached_property
@@ -140,7 +140,7 @@ class JsonLines:
     def _read(self, path: str, option: str) -> list[Problem]:
         file = Path(path).expanduser()
         try:
-            lines = file.read_text(encoding="utf-8-sig").split("\n")  # some editors begin a file with its mark
+            lines = file.read_text(encoding="utf-8-sig").split("\n")  # some editors begin a file with a byte order mark
         except FileNotFoundError:
             raise TaskError(f"task.options.{option}: there is no file {file.absolute()}") from None
         except (OSError, UnicodeDecodeError) as error:
@@ -163,7 +163,7 @@ class JsonLines:
             raise TaskError(f"{where}: no field {', '.join(missing)}, which task.options.fields names")
         answer = data.get("answer")
         if isinstance(answer, float) and math.isfinite(answer):
-            answer = format(Decimal(repr(answer)), "f")  # 0.00001, not 1e-05, which no completion says
+            answer = format(Decimal(repr(answer)), "f")  # 0.00001, not 1e-05, which no completion writes
         if answer is None and self.fields:
             answer = ""
         elif isinstance(answer, bool) or not isinstance(answer, str | int) or not str(answer).strip():

@@ -1,5 +1,8 @@
-"""Run as a script by `MathVerify`. A line is JSON: `["answer", text]`, said to be `read` or `unreadable`, or
-`["completion", text]`, which is `equal` to the answer before it or `different`."""
+"""Script that `MathVerify` runs: it answers questions on its standard input, one JSON array per line.
+
+The reply to `["answer", text]` is `read` or `unreadable`. The reply to `["completion", text]` is `equal` or
+`different`: the completion compared with the last answer.
+"""
 
 import json
 import logging
@@ -8,21 +11,21 @@ import sys
 from moe_rl.processes import end_with_parent
 
 MEMORY = 4 * 2**30
-"""Bytes; a power can need more than there is."""
+"""Limit of the process's memory in bytes; a power such as `9^{9^9}` can need more than the machine has."""
 
 
 def main() -> None:
-    """Serve until the input ends, or the process whose number is the first argument is gone."""
+    """Answer questions until the input ends, or the process whose id is the first argument is gone."""
     end_with_parent(int(sys.argv[1]))
     from math_verify import parse, verify
 
-    logging.disable(logging.CRITICAL)  # it warns that there is no timeout: the one who asks has it
+    logging.disable(logging.CRITICAL)  # math-verify warns that it has no timeout; `MathVerify` has one
     try:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     except (ImportError, ValueError, OSError):
-        pass  # no such limits here
+        pass  # this system has no such limit
     print("ready", flush=True)
     gold = None
     for line in sys.stdin:
@@ -34,7 +37,7 @@ def main() -> None:
             else:
                 found = parse(text, parsing_timeout=None)
                 said = "equal" if verify(gold, found, timeout_seconds=None) else "different"
-        except Exception:  # whatever a completion provokes, it is wrong
+        except Exception:  # a completion on which math-verify fails counts as wrong
             said = "unreadable" if kind == "answer" else "different"
         print(said, flush=True)
 

@@ -10,7 +10,7 @@ from moe_rl.rollout.task import Problem, VerifiableTask
 
 @dataclass(frozen=True)
 class StringTask(VerifiableTask):
-    """Base of the tasks with one short answer: reward 1 for exactly the answer, else 0."""
+    """Base class of the tasks with one short answer: reward 1 for exactly the answer, else 0."""
 
     length: int = 8
     symbols: str = "abcdefgh"
@@ -30,7 +30,7 @@ class StringTask(VerifiableTask):
         return self.length + 1
 
     def answer(self, text: str) -> str:
-        """What `text` asks for."""
+        """Return the right answer for the prompt's text, which stands between `^` and `=`."""
         raise NotImplementedError(f"{type(self).__name__} must define answer(text) -> str")
 
     def draw(self, rng: random.Random) -> Problem:
@@ -41,13 +41,13 @@ class StringTask(VerifiableTask):
         return float(completion == problem.answer)
 
     def demonstration(self, problem: Problem, rng: random.Random, noise: float = 0.0) -> str:
-        """The answer; each character is, with probability `noise`, a wrong one."""
+        """Return the answer, in which each character is, with probability `noise`, a wrong one."""
         return "".join(other(self.symbols, c, rng) if rng.random() < noise else c for c in problem.answer)
 
 
 @dataclass(frozen=True)
 class Copy(StringTask):
-    """`^bca=` is answered by `bca`."""
+    """Task: repeat a string; `^bca=` is answered by `bca`."""
 
     name: ClassVar[str] = "copy"
 
@@ -57,7 +57,7 @@ class Copy(StringTask):
 
 @dataclass(frozen=True)
 class Reverse(StringTask):
-    """`^bca=` is answered by `acb`."""
+    """Task: reverse a string; `^bca=` is answered by `acb`."""
 
     name: ClassVar[str] = "reverse"
 
@@ -67,7 +67,7 @@ class Reverse(StringTask):
 
 @dataclass(frozen=True)
 class Sort(StringTask):
-    """`^bca=` is answered by `abc`: in the order of `symbols`."""
+    """Task: sort a string in the order of `symbols`; `^bca=` is answered by `abc`."""
 
     name: ClassVar[str] = "sort"
 
@@ -77,7 +77,7 @@ class Sort(StringTask):
 
 @dataclass(frozen=True)
 class Parity(StringTask):
-    """`^1011=` is answered by `1`: whether the number of ones is odd."""
+    """Task: tell whether the number of ones is odd; `^1011=` is answered by `1`."""
 
     length: int = 12
     symbols: ClassVar[str] = "01"  # type: ignore[misc]  # a field of the base is fixed here
@@ -94,7 +94,7 @@ class Parity(StringTask):
 
 @dataclass(frozen=True)
 class Add(StringTask):
-    """`^27+85=` is answered by `112`: two numbers of up to `length` digits."""
+    """Task: add two numbers of up to `length` digits; `^27+85=` is answered by `112`."""
 
     length: int = 3
     symbols: ClassVar[str] = "0123456789"  # type: ignore[misc]  # as above

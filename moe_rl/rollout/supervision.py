@@ -1,7 +1,7 @@
-"""What a task says besides one reward: demonstrations, in the form of a rollout; rewards of steps, placed on tokens;
-several rewards side by side.
+"""Supervision by a task beyond one reward: demonstrations in the form of a rollout, rewards of steps placed on tokens,
+and several rewards per completion.
 
-All are optional parts of a task (see `moe_rl.rollout.task.Task`).
+All three are optional parts of a task (see `moe_rl.rollout.task.Task`).
 """
 
 import bisect
@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from moe_rl.measure.catalogue import CATALOGUE
-from moe_rl.rollout.completions import UNWRITTEN, Rollout, encode_prompts, made_of
+from moe_rl.rollout.completions import UNWRITTEN, Rollout, encode_prompts, rollout_from_tokens
 from moe_rl.rollout.task import Problem, TaskError, checked_reward, token_ids, user_code
 
 
 def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: random.Random) -> Rollout:
-    """The task's own clean answers, one per problem, each with its end token; groups of one.
+    """Return a rollout of the task's own clean answers, one per problem, each with its end token; groups of one.
 
-    Prompt and answer are tokenized apart, as in sampling; what a tokenizer puts around a text (a beginning token) is
-    around the prompt alone. `logps` are 0: no policy drew these tokens.
+    Prompt and answer are tokenized apart, as in sampling; special tokens that a tokenizer puts around a text (a
+    beginning token) stand around the prompt alone. `logps` are 0: no policy drew these tokens.
 
     Raises:
         TaskError: the task has no `demonstration`, or its code failed.
@@ -41,15 +41,15 @@ def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: ran
     ended = token_ids(tokenizer, [text + tokenizer.eos_token for text in texts], add_special_tokens=False)
     answers = pad_sequence([torch.tensor(ids) for ids in ended], batch_first=True, padding_value=UNWRITTEN)
     ends = torch.tensor([tokenizer.eos_token_id])
-    rollout = made_of(tokenizer, problems, 1, *prompts, answers, torch.zeros(answers.shape), ends)
+    rollout = rollout_from_tokens(tokenizer, problems, 1, *prompts, answers, torch.zeros(answers.shape), ends)
     return replace(rollout, completions=texts)
 
 
 def step_rewards(task: Any, tokenizer: Any, rollout: Rollout) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """The task's step rewards, each on the token that ends its step, and where steps end.
+    """Return the task's step rewards, each on the token that ends its step, and a bool mask of these tokens.
 
-    A step ends on the first token with which the text has the step's last character, whole: a character can be several
-    tokens. Steps that end on one token (several characters in a token) add up.
+    A step ends on the first token that makes the step's last character complete: a character can be several tokens.
+    Rewards of steps that end on the same token (several characters in a token) add up.
 
     Raises:
         TaskError: a step that ends outside the completion.
@@ -70,7 +70,7 @@ def step_rewards(task: Any, tokenizer: Any, rollout: Rollout) -> tuple[Float[Ten
 
 
 def _within(end: Any, text: str) -> int:
-    """The number of characters with which a step ends. Raises TaskError where the text does not have so many."""
+    """Return `end`, the number of characters up to a step's end. Raises TaskError unless 1 <= `end` <= len(text)."""
     if not 1 <= operator.index(end) <= len(text):
         raise TaskError(
             f"a step ends at character {end} of the {len(text)}; expected the number of characters up to and with its "
@@ -80,8 +80,8 @@ def _within(end: Any, text: str) -> int:
 
 
 def _token_reaching(tokenizer: Any, tokens: list[int], beginning: str) -> int:
-    """Index of the first token with which the text begins so. Its length would not tell: a character of several tokens
-    is one replacement character, or several, until the last of them."""
+    """Return the index of the first token at which the decoded text starts with `beginning`. Its length would not tell:
+    a character of several tokens decodes to one or more replacement characters until its last token."""
 
     def reached(last: int) -> bool:
         text = tokenizer.decode(tokens[: last + 1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -91,7 +91,7 @@ def _token_reaching(tokenizer: Any, tokens: list[int], beginning: str) -> int:
 
 
 def named_rewards(task: Any, rollout: Rollout) -> tuple[list[str], Float[Tensor, "B R"]]:
-    """The task's several rewards: their names and one column each.
+    """Return the names of the task's several rewards, and a table with one row per completion and one column per name.
 
     Raises:
         TaskError: no reward at all, completions whose rewards have other names, or a name whose column `reward_<name>`

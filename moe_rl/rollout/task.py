@@ -1,6 +1,6 @@
-"""What a verifiable task is: a source of problems and a judge of completions; and how its code is run.
+"""Verifiable tasks: the protocol `Task`, a source of problems and a judge of completions; and the calling of its code.
 
-Tasks and verifiers are other people's code: what goes wrong in it is said with task, prompt and completion.
+Tasks and verifiers are other people's code: an error in it is reported with task, prompt and completion.
 """
 
 import hashlib
@@ -18,26 +18,26 @@ from itertools import cycle, islice
 from typing import Any, Protocol, runtime_checkable
 
 HELD_OUT_SHARE = 0.1
-"""Share of all prompts that is never trained on."""
+"""Share of all prompts that are held out: never trained on."""
 
 
 class TaskError(ValueError):
-    """A task that does not exist or cannot be built; the message names the field and the nearest match."""
+    """An error of a task: it does not exist, cannot be built, or its code failed. The message names field or prompt."""
 
 
 Messages = tuple[tuple[str, str], ...]
-"""A conversation: (role, content) of each message."""
+"""The type of a conversation: (role, content) of each message."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt and what its verifier needs to know.
+    """One prompt with the answer and the other data that its verifier needs.
 
-    prompt: the text that is continued; where there are messages, the same to read.
-    answer: for the verifier.
-    messages: the prompt as a conversation, for the tokenizer's chat template; None: `prompt` as it stands.
-    index: its number in the data set of the task, for a verifier that looks it up; None: it has none.
-    fields: what else the verifier needs, by name, such as test cases; values that JSON has.
+    prompt: the text that the policy continues; if there are messages, their text, to read.
+    answer: the right answer, for the verifier.
+    messages: the prompt as a conversation, for the tokenizer's chat template; None: `prompt` is used unchanged.
+    index: number of the problem in the task's data set, for a verifier that looks it up; None: no number.
+    fields: further data for the verifier, by name, such as test cases; values of JSON types.
     """
 
     prompt: str
@@ -49,49 +49,49 @@ class Problem:
 
 @runtime_checkable
 class Task(Protocol):
-    """What sampling and training need of a task.
+    """The protocol of a task: the attributes and methods that sampling and training use.
 
-    Optional parts, each for those who ask for it:
+    Optional parts, each needed only by those features that use it:
 
     - `demonstration(problem, rng, noise) -> str`: a completion to imitate, without the end token, in which a decision
       is wrong with probability `noise`. For the cold start of the tiny model, and for SFT.
-    - `step_rewards(problem, completion) -> list[tuple[int, float]]`: for each step, how many characters of the
-      completion end with it, and its reward. For process supervision.
+    - `step_rewards(problem, completion) -> list[tuple[int, float]]`: for each step, the number of characters of the
+      completion up to the step's end, and its reward. For process supervision.
     - `chats`: true if its problems hold messages, so that a tokenizer without a chat template is refused early.
     - `reply(problem, transcript) -> str | None`: for several turns. `transcript` is everything after the prompt, end
       tokens of earlier turns included; the reply is appended (no loss, ratio or length counts its tokens) and the
       policy goes on; None or an empty text ends the conversation. `max_turns`: turns of the policy at most (4).
-    - `held_out_problems`: a list of all held-out problems, where there are few. Evaluation then repeats none before it
-      asked all; without it, held-out problems are drawn one by one by `problem`.
+    - `held_out_problems`: a list of all held-out problems, if there are few. Evaluation then repeats none before it
+      asked all; without this list, held-out problems are drawn one by one by `problem`.
     - `rewards(problem, completion) -> dict[str, float]`: several rewards, the same names for every completion. For
       multi-reward advantages.
-    - `identity`: as text, what makes it another task where a few problems do not show that. For kept cold starts and
-      runs that go on.
+    - `identity`: a text that differs between two variants of the task that a few problems do not tell apart. For kept
+      cold starts and resumed runs.
     """
 
     @property
     def name(self) -> str:
-        """How the task is called in reports."""
+        """Return the task's name in reports."""
 
     @property
     def alphabet(self) -> str:
-        """Every character of its prompts and completions: the tiny model's vocabulary."""
+        """Return every character of the task's prompts and completions: the tiny model's vocabulary."""
 
     @property
     def max_new_tokens(self) -> int:
-        """Length limit of a completion in tokens, the end token included."""
+        """Return the length limit of a completion in tokens, the end token included."""
 
     def problem(self, rng: random.Random, held_out: bool = False) -> Problem:
         """Draw a problem. No prompt is ever drawn both with `held_out` and without."""
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """What `completion` (its text, without the end token) is worth. Must accept any text."""
+        """Return the reward of `completion` (its text, without the end token). Must accept any text."""
 
 
 class VerifiableTask:
-    """Base class that makes `problem` from `draw`, with a held-out split by a hash of the prompt.
+    """Base class of tasks that define `draw`, from which it makes `problem`, with a held-out split by a prompt's hash.
 
-    A subclass is best a frozen dataclass whose fields are its options. It has `name`, `alphabet`,
+    A subclass is best a frozen dataclass whose fields are its options. A subclass defines `name`, `alphabet`,
     `max_new_tokens`, `draw(rng)` and `reward(problem, completion)`:
 
     >>> class Double(VerifiableTask):
@@ -106,11 +106,11 @@ class VerifiableTask:
     """
 
     def draw(self, rng: random.Random) -> Problem:
-        """Any problem, of either split."""
+        """Draw a problem at random, training or held-out."""
         raise NotImplementedError(f"{type(self).__name__} must define draw(rng) -> Problem")
 
     def problem(self, rng: random.Random, held_out: bool = False) -> Problem:
-        """Draw until the prompt is of the wanted split; TaskError if 10,000 draws bring none."""
+        """Draw problems until a prompt is of the wanted split, and return it; TaskError if 10,000 draws bring none."""
         for _ in range(10_000):
             drawn = self.draw(rng)
             if is_held_out(drawn.prompt) == held_out:
@@ -122,7 +122,7 @@ class VerifiableTask:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to evaluation: by SHA-256 of its text, whatever the seed or the run.
+    """Return whether a prompt is held out for evaluation: by SHA-256 of its text, whatever the seed or the run.
 
     >>> sum(is_held_out(str(n)) for n in range(10_000))
     1018
@@ -130,25 +130,26 @@ def is_held_out(prompt: str) -> bool:
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") < HELD_OUT_SHARE * 2**32
 
 
-# -- running its code --------------------------------------------------------------------------------------------------
+# -- running a task's code ---------------------------------------------------------------------------------------------
 
 LARGEST_REWARD = 1e9
-"""In absolute value; beyond, differences between rewards are lost in fp32, and their squares overflow."""
+"""Largest absolute value of a reward: beyond, differences between rewards are lost in fp32, and squares overflow."""
 
 
 @contextmanager
 def user_code(
     task: Any, part: str, problem: Problem | None = None, completion: str | None = None, seconds: float | None = None
 ) -> Iterator[None]:
-    """Run a task's own code.
+    """Context manager: run a task's own code, and turn its errors into TaskError.
 
     Args:
-        part: which method, for the message.
-        seconds: how long it may take; None: no limit. Enforced in the main thread of Unix systems, between Python
+        part: name of the method that is called, for the message.
+        problem, completion: what the code is called with, for the message.
+        seconds: how long the code may take; None: no limit. Enforced in the main thread of Unix systems, between Python
             instructions: a call into C that never returns is not interrupted.
 
     Raises:
-        TaskError: whatever it raised, `SystemExit` included, or that it did not return in time.
+        TaskError: the code raised an exception, `SystemExit` included, or did not return in time.
     """
     try:
         with _time_limit(seconds):
@@ -161,8 +162,8 @@ def user_code(
 
 
 def problems_of(task: Any, rng: random.Random, count: int, held_out: bool = False) -> list[Problem]:
-    """So many problems of the task; those of a list (`held_out_problems`) in a random order, which begins again after
-    all of them. Raises TaskError for whatever its code raises, and for what is no Problem."""
+    """Draw `count` problems of the task. From a list (`held_out_problems`) they come in a random order, which begins
+    again after the last one. Raises TaskError if the task's code raises, or gives something that is no Problem."""
     with user_code(task, "problem"):
         if held_out and (listed := getattr(task, "held_out_problems", None)):
             drawn = list(islice(cycle(rng.sample(listed, len(listed))), count))
@@ -175,7 +176,7 @@ def problems_of(task: Any, rng: random.Random, count: int, held_out: bool = Fals
 
 
 def checked_reward(value: Any) -> float:
-    """A reward as a float. Raises TaskError for no number, one that is not finite, or too large to be told apart."""
+    """Return a reward as a float. Raises TaskError if it is no number, not finite, or larger than `LARGEST_REWARD`."""
     try:
         reward = float(value)
     except (TypeError, ValueError) as error:
@@ -186,12 +187,13 @@ def checked_reward(value: Any) -> float:
 
 
 def shortened(text: str, limit: int = 200) -> str:
-    """A text for a message."""
+    """Return the repr of a text for a message, cut to its first `limit` characters and then with its length."""
     return repr(text) if len(text) <= limit else f"{text[:limit]!r}... ({len(text)} characters)"
 
 
 def _place(task: Any, error: BaseException) -> str:
-    """For a message: the last line of an error in the file of the task's class, if that is one of the user's."""
+    """Return, for a message, file and line of an error's last frame in the file of the task's class. Empty if there is
+    none, or if the class is one of moe_rl's."""
     module = type(task).__module__
     file = getattr(sys.modules.get(module), "__file__", None)
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
@@ -199,11 +201,13 @@ def _place(task: Any, error: BaseException) -> str:
 
 
 class _OverdueError(BaseException):
-    """Code that ran too long; no Exception, for verifiers catch those."""
+    """An error for code that ran too long; a BaseException, because verifiers catch every Exception."""
 
 
 @contextmanager
 def _time_limit(seconds: float | None) -> Iterator[None]:
+    """Context manager: raise TaskError after `seconds`, by a timer signal. No limit if `seconds` is None or 0, outside
+    the main thread, and on systems without such signals."""
     if not seconds or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -212,7 +216,7 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
         raise _OverdueError
 
     handler, started = signal.signal(signal.SIGALRM, stop), time.monotonic()
-    left, every = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # again and again: code may catch the first
+    left, every = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # repeated: code may catch the first signal
     try:
         yield
     except _OverdueError:
@@ -220,19 +224,20 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if left:  # a timer of the caller's
+        if left:  # the caller had set a timer
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 1e-6), every)
 
 
 def token_ids(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
-    """`input_ids` of a text, or of each of several; without `options` a text goes on, and no end token is behind it.
+    """Return the `input_ids` of a text, or of each text of a list. Without `options`, an end token that the tokenizer
+    puts behind a single text is removed, so that the text can be continued.
 
     Raises:
-        TaskError: the tokenizer has no token for a part of it, and none for what is unknown.
+        TaskError: the tokenizer has no token for a part of the text, and no token for unknown parts.
     """
     try:
         ids = tokenizer(text, **options)["input_ids"]
-        ended = not options and ids[-1:] == [getattr(tokenizer, "eos_token_id", None)]  # some put it behind every text
+        ended = not options and ids[-1:] == [getattr(tokenizer, "eos_token_id", None)]  # some tokenizers append it
         bare = token_ids(tokenizer, text, add_special_tokens=False) if ended else ids
         return ids[:-1] if ids[-1 - len(bare) : -1] == bare else ids
     except Exception as error:  # the tokenizers library raises no other class
@@ -249,11 +254,11 @@ def token_ids(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
 
 
 def as_problem(asked: str | Messages, answer: str, *, chat: bool = False, instruction: str = "") -> Problem:
-    """A problem from what is asked: a text, or a conversation.
+    """Build a Problem from a prompt, which is a text or a conversation.
 
     Args:
         asked: the text, or `((role, content), ...)`, the last of which is not the assistant's.
-        answer: what the verifier compares with.
+        answer: the right answer, for the verifier.
         chat: give a text as a message of the user.
         instruction: put behind the text, or behind the last message.
 
@@ -271,11 +276,11 @@ def as_problem(asked: str | Messages, answer: str, *, chat: bool = False, instru
 
 
 def message_tokens(tokenizer: Any, problem: Problem) -> list[int]:
-    """Token ids of a problem's messages through the chat template, with the assistant's turn opened and without further
-    special tokens (the template writes its own).
+    """Return the token ids of a problem's messages by the chat template, with the assistant's turn opened and without
+    further special tokens (the template writes its own).
 
     Raises:
-        TaskError: no chat template, or one that refuses them.
+        TaskError: no chat template, or a template that refuses the messages.
     """
     assert problem.messages is not None
     if not getattr(tokenizer, "chat_template", None):
@@ -286,7 +291,7 @@ def message_tokens(tokenizer: Any, problem: Problem) -> list[int]:
     messages = [{"role": role, "content": content} for role, content in problem.messages]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # Jinja's own, and what templates raise themselves
+    except Exception as error:  # errors of Jinja, and those that templates raise themselves
         raise TaskError(
             f"the tokenizer's chat template refuses the messages of {problem.prompt[:80]!r}: "
             f"{type(error).__name__}: {error}"

@@ -1,13 +1,15 @@
-"""Tasks by name. One of your own is named by where it lives, so that every process finds it:
+"""The registry of tasks by name, and the loading of task classes of your own.
+
+A class of your own is named by its module or file, so that every process finds it:
 
     task: {name: my_package.tasks:Countdown, options: {numbers: 4}}
     task: {name: tasks/countdown.py:Countdown}
 
-One's own prompts and answers need no class:
+Your own prompts and answers need no class:
 
     task: {name: jsonl, options: {path: questions.jsonl}}
 
-What its class must have is in `moe_rl.rollout.task`. In Python, any such object is a task.
+`moe_rl.rollout.task.Task` lists what a task must have. In Python, any object that has these parts is a task.
 """
 
 import dataclasses
@@ -27,17 +29,17 @@ from moe_rl.rollout.task import TaskError
 TASKS: Mapping[str, type] = {
     cls.name: cls for cls in (ModChain, Calculator, Copy, Reverse, Sort, Parity, Add, JsonLines, ReasoningGym)
 }
-"""The tasks that come along, by name."""
+"""The task classes that come with the package, by name."""
 
 REQUIRED = ("name", "alphabet", "max_new_tokens", "problem", "reward")
 
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Which task, with which options."""
+    """Settings of the task: its name and its options."""
 
     name: str = "mod_chain"
-    """A name in `TASKS`, or one's own class: `package.module:Class` or `path/to/file.py:Class`."""
+    """A name in `TASKS`, or a class of your own: `package.module:Class` or `path/to/file.py:Class`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task's class."""
     verifier_seconds: Positive | None = 60.0
@@ -75,7 +77,7 @@ def make_task(config: TaskConfig) -> Any:
         raise
     except (TypeError, ValueError) as error:
         raise TaskError(f"task.options: cannot build {config.name} with {config.options}: {error}") from error
-    # A class's property counts without being asked: it may have a file to read.
+    # A property is looked up on the class and not evaluated, because it may read a file.
     missing = [part for part in REQUIRED if not (hasattr(cls, part) or hasattr(task, part))]
     if missing:
         raise TaskError(f"task.name: {config.name} lacks {', '.join(missing)}; see moe_rl.rollout.Task")
@@ -83,12 +85,13 @@ def make_task(config: TaskConfig) -> Any:
 
 
 def _check_options(config: TaskConfig, known: Mapping[str, Any]) -> None:
+    """Raise TaskError if an option is not among the `known` fields (name -> type) or has a wrong simple type."""
     for key, value in config.options.items():
         if key not in known:
             raise TaskError(f"task.options.{key}: {config.name} has no such option{nearest(key, known)}")
         kind = known[key]
         if kind not in (int, float, str, bool):
-            continue  # one's own types are for one's own class to check
+            continue  # other types are left to the class itself to check
         fits = isinstance(value, (int, float) if kind is float else kind)
         if not fits or (isinstance(value, bool) and kind is not bool):
             raise TaskError(f"task.options.{key}: expected {kind.__name__}, got {value!r}")

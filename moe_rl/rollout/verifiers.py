@@ -1,4 +1,4 @@
-"""Whether a completion gives the answer: by its text, by its last number or box, or by mathematics."""
+"""Verifiers: they judge whether a completion gives the answer by text, last number or box, or mathematical equality."""
 
 import contextlib
 import importlib.util
@@ -16,12 +16,12 @@ from typing import Any
 
 from moe_rl.rollout.task import TaskError
 
-MINUS = "\N{MINUS SIGN}"  # that of typography, which models write too
+MINUS = "\N{MINUS SIGN}"  # the typographic minus sign, which models write, too
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def exact_match(answer: str, completion: str) -> bool:
-    """The whole completion is the answer, but for white space, case and a closing full stop.
+    """Return whether the whole completion is the answer, up to white space, case and a closing full stop.
 
     >>> exact_match("New York", " new\\n york."), exact_match("12", "It is 12")
     (True, False)
@@ -30,8 +30,8 @@ def exact_match(answer: str, completion: str) -> bool:
 
 
 def last_answer(answer: str, completion: str) -> bool:
-    r"""The completion's last `\boxed{...}` is the answer; without a box its last number, where the answer is one, else
-    its last line. Numbers are compared as such.
+    r"""Return whether the completion's last `\boxed{...}` is the answer; without a box, whether its last number is (if
+    the answer is a number), else its last line. Numbers are compared by value.
 
     >>> last_answer("1000", r"First 7, then \boxed{1,000.0}."), last_answer("7", "5 + 2 = 7, I think.")
     (True, True)
@@ -51,12 +51,13 @@ def last_answer(answer: str, completion: str) -> bool:
 
 
 def normalised(text: str) -> str:
-    """One space for any white space, no case, no closing full stop, one minus."""
+    """Return the text with one space for any white space, casefolded, without a closing full stop, and with ASCII minus
+    signs."""
     return " ".join(text.replace(MINUS, "-").split()).casefold().removesuffix(".")
 
 
 def number(text: str) -> Decimal | None:
-    """The number that a text is, thousands separated or not; None if it is more or less than a number."""
+    """Return the value of a text that is one number, thousands separated by commas or not; None for any other text."""
     text = text.replace(MINUS, "-").strip().strip("$").removesuffix(".")
     if not NUMBER.fullmatch(text):
         return None
@@ -67,12 +68,12 @@ def number(text: str) -> Decimal | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last closed `\boxed{...}`, braces balanced.
+    r"""Return the content of the last closed `\boxed{...}`, braces balanced; None if there is no such box.
 
     >>> print(last_boxed(r"\boxed{1} or \boxed{\frac{1}{2}}"))
     \frac{1}{2}
     """
-    opened: list[int | None] = []  # where the content of each open brace begins; None: not of a box
+    opened: list[int | None] = []  # for each open brace, where its content begins; None: not the brace of a box
     boxes = {match.end() for match in re.finditer(r"\\boxed\s*\{", text)}
     last, found = -1, None
     for place, character in enumerate(text, start=1):
@@ -84,17 +85,17 @@ def last_boxed(text: str) -> str | None:
 
 
 class MathVerify:
-    """Equality in mathematics, by the math-verify package (an optional one), in a process of its own.
+    """A verifier of mathematical equality, by the math-verify package (an optional one) in a process of its own.
 
     A completion can hold `9^{9^{9^9}}`, on which sympy never returns and no signal interrupts it; the process is then
-    ended, and the completion is wrong. It is started at the first question.
+    killed, and the completion counts as wrong. The process is started at the first question.
 
     Raises:
         TaskError: the package is missing; an answer that math-verify cannot read, or not in time.
     """
 
     SECONDS = 5.0
-    """For one completion or answer, the package's import not counted."""
+    """Time limit for one completion or answer, the package's import not counted."""
 
     def __init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
@@ -104,13 +105,13 @@ class MathVerify:
             )
         self.process: Any = None
         self.read: str | None = None
-        """The answer that the process holds."""
+        """The answer that the process has read and compares completions with."""
         self._end: Callable[[], Any] = lambda: None
 
     def __call__(self, answer: str, completion: str) -> bool:
-        if self.process is None or self.process.poll() is not None:  # out of memory, between two questions
+        if self.process is None or self.process.poll() is not None:  # ended between two questions, out of memory
             self._start()
-        if answer != self.read:  # those of a group have one
+        if answer != self.read:  # the completions of a group share an answer, which is sent once
             self.read = None
             said = self._ask("answer", answer)
             if said != "read":
@@ -122,10 +123,10 @@ class MathVerify:
         return self._ask("completion", completion) == "equal"
 
     def _start(self) -> None:
-        self._end()  # of one that died by itself
+        self._end()  # cleans up after a process that died by itself
         worker = Path(__file__).with_name("math_worker.py")
         self.process, self.read = None, None
-        self.process = subprocess.Popen(  # -P: the folder of the script is no place to import from
+        self.process = subprocess.Popen(  # -P: do not import from the script's own folder
             [sys.executable, "-P", str(worker), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -137,8 +138,8 @@ class MathVerify:
             raise TaskError("math-verify could not be started; the reason stands above")
 
     def _ask(self, *question: str) -> str:
-        """What the process says to a question, or to none when it has started. Empty where nothing came in time: it has
-        then ended, or is ended, for its answer would be taken for the next one's."""
+        """Return the process's answer to a question or, without one, its first line after the start. Empty if nothing
+        came in time; the process is then ended, because a late answer would be taken for that to the next question."""
         said = ""
         try:
             if question:
@@ -149,14 +150,14 @@ class MathVerify:
                 came = selector.select(self.SECONDS if question else None)
                 said = self.process.stdout.readline().strip() if came else ""
         finally:
-            if not said:  # too long, out of memory, or interrupted
+            if not said:  # the process took too long or ran out of memory, or this one was interrupted
                 self.process = None
                 self._end()
         return said
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    with contextlib.suppress(OSError), process:  # which closes its pipes; a question may be left in one
+    with contextlib.suppress(OSError), process:  # `with` closes its pipes; an unread question may make that fail
         process.kill()
 
 
@@ -165,4 +166,4 @@ VERIFIERS: Mapping[str, Callable[[], Callable[[str, str], bool]]] = {
     "last_answer": lambda: last_answer,
     "math_verify": MathVerify,
 }
-"""By name, what makes `verify(answer, completion) -> bool`."""
+"""By name, functions that make a verifier `verify(answer, completion) -> bool`."""

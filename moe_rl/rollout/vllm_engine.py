@@ -1,9 +1,9 @@
 """vLLM as the rollout engine, in a process and a Python environment of its own, on this machine or another.
 
-vLLM pins other versions of torch and transformers than this package is tested with, so it is never imported here. A
-server (`moe_rl.rollout.vllm_host`) runs in vLLM's Python; weights travel as a folder in hub format, tokens,
-log-probabilities and routes in frames, over pipes or HTTP. docs/engines.md has the installation, and what was and was
-not run.
+vLLM pins other versions of torch and transformers than this package is tested with, so vLLM is never imported here. A
+server (`moe_rl.rollout.vllm_host`) runs in vLLM's Python; weights travel as a folder in hub format, and tokens,
+log-probabilities and routes in frames, over pipes or HTTP. docs/engines.md describes the installation, and says what
+was run and what was not.
 """
 
 import json
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import causal_lm
 from moe_rl.processes import no_progress_bars
-from moe_rl.rollout.completions import UNWRITTEN, Rollout, check_length, encode_prompts, end_tokens, made_of
+from moe_rl.rollout.completions import UNWRITTEN, Rollout, check_length, encode_prompts, end_tokens, rollout_from_tokens
 from moe_rl.rollout.engine import NEVER, check_request, gathered
 from moe_rl.rollout.engine_config import (
     ARITHMETIC,
@@ -40,20 +40,20 @@ from moe_rl.rollout.vllm_servers import HttpServer, ServerProcess, ask_versions
 from moe_rl.routing import RoutedExperts
 
 COLDEST = 0.01
-"""vLLM raises any lower temperature to this one, but for 0."""
+"""The lowest temperature above 0 of vLLM, which raises lower ones to it."""
 PYTHON_VARIABLE = "MOE_RL_VLLM_PYTHON"
 URL_VARIABLE = "MOE_RL_VLLM_URL"
 ASK_VERSIONS = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])['versions']()))"
 
 
 class VllmEngine:
-    """vLLM with weights, arithmetic and an environment of its own.
+    """A rollout engine that runs vLLM, with weights, arithmetic and an environment of its own.
 
-    Sampling is the same whenever the seeds and the batch are; each response has a seed of its own.
+    Equal seeds and an equal batch give equal samples; each response has a seed of its own.
 
     Args:
-        model: the training model; its configuration is handed on, and its weights now and at each `sync`.
-        tokenizer: its tokenizer; vLLM itself sees token ids alone.
+        model: the training model; vLLM gets its configuration, and its weights now and at each `sync`.
+        tokenizer: its tokenizer; vLLM itself gets token ids only.
         config: `python` or `url`, `dtype`, `max_batch`, `options` and `timeout`.
 
     Raises:
@@ -61,7 +61,7 @@ class VllmEngine:
     """
 
     slow_sync = True
-    """Each sync loads all weights from files, on a CPU into an engine that is built anew."""
+    """A sync takes seconds: it loads all weights from files, and on a CPU builds a new engine for them."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: EngineConfig):
         check_engine(config)
@@ -84,8 +84,8 @@ class VllmEngine:
         generator: torch.Generator | None = None,
         record_routes: bool = False,
     ) -> Rollout:
-        """As `moe_rl.rollout.sample`, on the CPU. One number for each token is drawn from `generator`, as other engines
-        do; the first of a row is its seed."""
+        """Sample completions as `moe_rl.rollout.sample` does, as a rollout on the CPU. One number for each token is
+        drawn from `generator`, as by other engines; the first number of a row is the row's seed."""
         check_request(problems, group_size, max_new_tokens, temperature, self.config.max_batch)
         if 0 < temperature < COLDEST:
             raise ValueError(f"temperature: vLLM samples at {COLDEST} or above, or at 0 (greedy); got {temperature}")
@@ -105,7 +105,7 @@ class VllmEngine:
         logps = torch.zeros(B, N)
         new = torch.arange(N) < _lengths(found, B, N)[:, None]
         drawn[new], logps[new] = _flat(found, "tokens", new).long(), _flat(found, "logps", new).float()
-        rollout = made_of(self.tokenizer, problems, group_size, prompts, mask, drawn, logps, ends)
+        rollout = rollout_from_tokens(self.tokenizer, problems, group_size, prompts, mask, drawn, logps, ends)
         return replace(rollout, routes=self._routes(rollout, found)) if record_routes else rollout
 
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -118,7 +118,8 @@ class VllmEngine:
         self.version = version
 
     def logps(self, rollout: Rollout, temperature: float = 1.0) -> Float[Tensor, "B T"]:
-        """Of one forward over each sequence, nats, 0 elsewhere; on the rollout's device."""
+        """Return vLLM's log-probabilities (nats) of the completion tokens, 0 elsewhere, on the rollout's device: by one
+        forward over each sequence on a CPU, by decoding that takes the given tokens on a GPU."""
         mask, written = rollout.attention_mask.cpu().bool(), rollout.completion_mask.cpu()
         tokens = rollout.input_ids.cpu()[mask]
         lengths, completed = mask.sum(1), written.sum(1)
@@ -131,8 +132,8 @@ class VllmEngine:
         return logps.to(rollout.input_ids.device)
 
     def renewed(self) -> "VllmEngine":
-        """This engine, its server started anew with the model's weights. Two at a time would be two sessions with a
-        machine that lends one, or the memory of one GPU twice."""
+        """Start the server anew with the model's weights and return this engine. A second engine beside this one would
+        need a second session with a machine that lends one only, or the memory of one GPU twice."""
         self.close()
         self._start()
         return self
@@ -152,7 +153,7 @@ class VllmEngine:
         return self.server.ask(request, {name: tensor.numpy() for name, tensor in tensors.items()})[1]
 
     def _routes(self, rollout: Rollout, found: Mapping[str, np.ndarray]) -> RoutedExperts:
-        """Of all tokens but each sequence's last, which was never fed back."""
+        """Return the routes in the server's answer: of all tokens but each sequence's last, never fed to the model."""
         rows = rollout.attention_mask.sum(1) - 1
         ids = found.get("routes")
         if ids is None or ids.ndim != 3 or len(ids) != int(rows.sum()):
@@ -166,8 +167,8 @@ class VllmEngine:
 
 
 def write_hub(model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """A folder in hub format, names and layout of the architecture's own checkpoints: the configuration of `model` with
-    `weights` (as in its state dict).
+    """Write the configuration of `model` with `weights` (as in its state dict) to a folder in hub format, with names
+    and layout of the architecture's own checkpoints.
 
     Raises:
         EngineError: names or shapes that are not the model's, or the folder cannot be written.
@@ -188,6 +189,7 @@ def write_hub(model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> 
 
 
 def _lengths(found: Mapping[str, np.ndarray], rows: int, most: int) -> Tensor:
+    """Return the completions' lengths in the server's answer. Raises EngineError unless `rows` of 1 to `most` came."""
     lengths = torch.from_numpy(found["lengths"])
     if list(lengths.shape) != [rows] or not bool(((lengths >= 1) & (lengths <= most)).all()):
         raise EngineError(f"vLLM's completions have lengths {lengths.tolist()}, expected {rows} of 1 to {most} tokens")
@@ -195,17 +197,18 @@ def _lengths(found: Mapping[str, np.ndarray], rows: int, most: int) -> Tensor:
 
 
 def _flat(found: Mapping[str, np.ndarray], name: str, where: Tensor) -> Tensor:
+    """Return a tensor of the server's answer. Raises EngineError unless it has one value for each True of `where`."""
     values = torch.from_numpy(found[name])
     if list(values.shape) != [int(where.sum())]:
         raise EngineError(f"vLLM gave {name} of shape {list(values.shape)} for {int(where.sum())} tokens")
     return values
 
 
-# -- where vLLM is -----------------------------------------------------------------------------------------------------
+# -- finding vLLM ------------------------------------------------------------------------------------------------------
 
 
 def start_vllm(config: EngineConfig) -> ServerProcess | HttpServer:
-    """A server without an engine yet, where `config` says."""
+    """Start a server, without an engine yet, in the Python or at the url that `config` or a variable names."""
     if url := vllm_url(config):
         return HttpServer(url, config.timeout)
     python = _python(config)
@@ -214,10 +217,10 @@ def start_vllm(config: EngineConfig) -> ServerProcess | HttpServer:
 
 
 def vllm_url(config: EngineConfig) -> str | None:
-    """Who lends vLLM; None where it is in a Python of this machine.
+    """Return the url of the machine that lends vLLM; None if vLLM is in a Python of this machine.
 
     Raises:
-        EngineError: the variables name both, or what is no url.
+        EngineError: both variables are set, or the variable's value is no url.
     """
     if config.url or config.python:
         return config.url
@@ -233,8 +236,8 @@ def vllm_url(config: EngineConfig) -> str | None:
 
 
 def check_vllm(config: EngineConfig) -> None:
-    """Raises EngineError unless there is a vLLM of a version that this package knows where `config` says. vLLM is not
-    started."""
+    """Raise EngineError unless the Python or url that `config` or a variable names has a vLLM of a known version. No
+    vLLM is started."""
     if url := vllm_url(config):
         where, found = f"rollout.engine.url: {url}", ask_versions(url)
     else:
@@ -254,7 +257,7 @@ def check_vllm(config: EngineConfig) -> None:
 
 
 def _python(config: EngineConfig) -> str:
-    """The Python that has vLLM. Raises EngineError where none is named."""
+    """Return the path of the Python that has vLLM. Raises EngineError if neither config nor variable names one."""
     found = config.python or os.environ.get(PYTHON_VARIABLE)
     if not found:
         raise EngineError(
@@ -267,6 +270,7 @@ def _python(config: EngineConfig) -> str:
 
 @lru_cache
 def _versions(python: str) -> dict[str, str]:
+    """Return the versions of vLLM's packages in the environment of `python`. Raises EngineError if it does not run."""
     try:
         command = [python, "-I", "-c", ASK_VERSIONS, str(Path(agreed.__file__).resolve())]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -1,6 +1,6 @@
-"""Servers of vLLM that are asked by frames (see `moe_rl.rollout.vllm_host`): in a process of this machine, over its
-pipes, and of another machine (`python -I vllm_host` there), over HTTP. They can crash, hang or be killed, never in
-silence."""
+"""Clients of vLLM servers, which answer frames (see `moe_rl.rollout.vllm_host`): of a process of this machine, over its
+pipes, and of another machine (`python -I vllm_host` there), over HTTP. A server that crashes, hangs or is killed always
+leads to an EngineError."""
 
 import contextlib
 import http.client
@@ -26,25 +26,25 @@ from moe_rl.rollout.vllm_host.child import PART, Child
 from moe_rl.rollout.vllm_host.server import frame, unframe
 
 CONNECT_SECONDS = 20.0
-"""For a connection, and for requests that compute nothing."""
+"""Time limit for a connection, and for requests that compute nothing."""
 BUSY_SECONDS = 30.0
-"""How long to wait for another run's session to end: of a run that was killed, it does within seconds."""
+"""How long to wait for another run's session to end; that of a run that was killed ends within seconds."""
 FOLDER = Path(__file__).parent / "vllm_host"
 SWEEP = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
 
 
-class Asked:
-    """A server that is asked by frames; how they travel (`_answered`) and how it ends (`said`, `stop`), its subclass
-    says."""
+class FrameClient:
+    """Base class of clients of a server that answers frames. A subclass defines how a frame is sent (`_answered`),
+    the last lines that the server wrote (`said`), and how the server is ended (`stop`)."""
 
     def ask(
         self: Any, request: Mapping[str, Any], tensors: Mapping[str, np.ndarray] | None = None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """The answer: its header and its tensors.
+        """Send a request and return header and tensors of the answer.
 
         Raises:
             EngineError: the server says that it failed, has ended or is gone, or does not answer in time; with the last
-                lines that it wrote, where they are known. In all cases but the first it is closed.
+                lines that it wrote, if they are known. In all cases but the first the server is closed.
         """
         what = str(request["do"])
         answer = self._answered(what, frame(dict(request), dict(tensors or {})))
@@ -58,14 +58,19 @@ class Asked:
         return header, found
 
 
-class ServerProcess(Child, Asked):
-    """A running server of this machine."""
+class ServerProcess(Child, FrameClient):
+    """A running vLLM server of this machine, in a child process that is asked over its pipes."""
 
     def __init__(self, command: list[str], name: str, seconds: float):
-        """Args:
-        command: the program and its arguments; the folder is appended.
-        name: what messages call it.
-        seconds: after which an answer that has not come is an error.
+        """Start the server's process.
+
+        Args:
+            command: the program and its arguments; the folder is appended.
+            name: the server's name in messages.
+            seconds: time limit for an answer.
+
+        Raises:
+            EngineError: the process cannot be started.
         """
         self.name, self.seconds = name, seconds
         try:
@@ -90,12 +95,12 @@ class ServerProcess(Child, Asked):
         except TimeoutError as error:
             late = f"gave no answer to {what!r} in {self.seconds:g} s (rollout.engine.timeout) and was stopped"
             raise EngineError(f"{self.name} {late}{self.stop()}") from error
-        except BaseException:  # interrupted: the answer to come would be taken for that to the next request
+        except BaseException:  # interrupted: the late answer would be taken for that to the next request
             self.close(0.0)
             raise
 
     def load(self, write: Callable[[Path], None], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Let it open the model that `write` writes to a folder in hub format; what it says of itself."""
+        """Let the server open the model that `write` writes to a folder in hub format; return its answer's header."""
         folder = self.folder / "weights"
         try:
             write(folder)
@@ -104,20 +109,23 @@ class ServerProcess(Child, Asked):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class HttpServer(Asked):
-    """A session with the server at a url; it ends with this object, with `close`, or with this process.
+class HttpServer(FrameClient):
+    """A session with the vLLM server at a url; the session ends with this object, with `close`, or with this process.
 
     Attributes:
-        folder: of this side, for weights on their way; gone when the session has ended, also if this process is killed.
+        folder: folder of this machine for weights that are sent; removed when the session has ended, also if this
+            process is killed.
     """
 
     def __init__(self, url: str, seconds: float):
-        """Args:
-        url: where it listens.
-        seconds: after which an answer that has not come is an error.
+        """Begin a session with a server.
+
+        Args:
+            url: where the server listens.
+            seconds: time limit for an answer.
 
         Raises:
-            EngineError: it cannot be reached, is none of this version, or is in use.
+            EngineError: the server cannot be reached, refuses the session, or is in use.
         """
         self.url, self.seconds = url, seconds
         self.name = f"the vLLM server at {url}"
@@ -137,13 +145,14 @@ class HttpServer(Asked):
         return self._request("POST", "/ask", what, message)
 
     def stop(self) -> str:
-        self.connection.close()  # whoever says no sense may not hear that the session ends
+        """End the session with a server whose answer is no message; return an empty text to add to an error."""
+        self.connection.close()  # closed first: such a server may not understand a request to end the session
         self.close()
         return ""
 
     def load(self, write: Callable[[Path], None], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Let it open the model that `write` writes to a folder in hub format, sent file by file; what it says of
-        itself."""
+        """Let the server open the model that `write` writes to a folder in hub format, sent file by file; return its
+        answer's header."""
         folder = self.folder / "weights"
         try:
             write(folder)
@@ -155,10 +164,11 @@ class HttpServer(Asked):
         return self.ask({"do": "open", "settings": dict(settings)})[0]
 
     def close(self) -> None:
-        """End the session. Once is enough."""
+        """End the session. Further calls do nothing."""
         self._end()
 
     def _begin(self) -> None:
+        """Begin the session; while another run has one, try again for `BUSY_SECONDS`."""
         deadline = time.monotonic() + BUSY_SECONDS
         while True:
             try:
@@ -173,7 +183,8 @@ class HttpServer(Asked):
             time.sleep(0.5)
 
     def _request(self, method: str, path: str, what: str, body: bytes | BinaryIO, length: int | None = None) -> bytes:
-        """What the server answers on the session's connection."""
+        """Send a request on the session's connection and return the body of the answer. Raises EngineError, and closes
+        the session, for any status but 200, a lost connection or a late answer."""
         if not self._end.alive:
             raise EngineError(f"{self.name} was closed")
         try:
@@ -195,7 +206,8 @@ class HttpServer(Asked):
         raise EngineError(f"{self.name} could not {what}: {_reason(status, said)}")
 
     def said(self) -> str:
-        """The last lines of vLLM, on a connection of their own: this one may be waiting."""
+        """Return the last lines that vLLM wrote, asked on a new connection, because the session's may be waiting for an
+        answer. Empty if they cannot be had."""
         try:
             with contextlib.closing(_connected(self.url)) as connection:
                 return str(json.loads(_exchange(connection, "GET", "/log", CONNECT_SECONDS)[1])["said"])
@@ -204,10 +216,10 @@ class HttpServer(Asked):
 
 
 def ask_versions(url: str) -> dict[str, str]:
-    """Of vLLM and what it computes with, as the server at a url says.
+    """Return the versions of vLLM and of the packages it computes with, as the server at a url reports them.
 
     Raises:
-        EngineError: it cannot be reached, wants another token, or is no server of this version of moe_rl.
+        EngineError: the server cannot be reached, wants another token, or is none of this version of moe_rl.
     """
     where = f"rollout.engine.url: {url}"
     with contextlib.closing(_connected(url)) as connection:
@@ -236,6 +248,7 @@ def ask_versions(url: str) -> dict[str, str]:
 
 
 def _connected(url: str) -> http.client.HTTPConnection:
+    """Return an open connection to the server at a url. Raises EngineError if it cannot be reached."""
     host, port = url_address(url)
     connection = http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS, blocksize=PART)
     try:
@@ -258,11 +271,11 @@ def _exchange(
     body: bytes | BinaryIO | None = None,
     length: int | None = None,
 ) -> tuple[int, bytes]:
-    """Status and body of the answer, which has `seconds` to come when the request is sent; each part of its `body` has
-    as long. `length`: of a file.
+    """Send a request and return status and body of the answer. The answer may take `seconds` after the request is sent,
+    and each part of the request's `body` as long. `length`: bytes of a `body` that is a file.
 
     Raises:
-        TimeoutError, OSError, HTTPException: as it is.
+        TimeoutError, OSError, HTTPException: as the connection raises them.
     """
     connection_socket: socket.socket | None = connection.sock
     if connection_socket is None:
@@ -292,7 +305,7 @@ def _exchange(
 
 
 def _reason(status: int, said: bytes) -> str:
-    """Why a request was refused."""
+    """Return why a request was refused: the `error` in the answer's JSON, else the HTTP status."""
     try:
         return str(json.loads(said)["error"])
     except (ValueError, KeyError, TypeError):
@@ -300,7 +313,8 @@ def _reason(status: int, said: bytes) -> str:
 
 
 def _end(connection: http.client.HTTPConnection, sweeper: "subprocess.Popen[bytes]") -> None:
-    """Tell the server, so that it is free when this returns; a connection that waits for an answer is just closed."""
+    """End the session on the server, so that it is free when this returns, and let `sweeper` remove the folder. A
+    connection that waits for an answer is only closed."""
     with contextlib.suppress(OSError, http.client.HTTPException, EngineError):
         _exchange(connection, "DELETE", "/session", CONNECT_SECONDS)
     connection.close()

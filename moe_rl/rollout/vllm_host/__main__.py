@@ -1,17 +1,18 @@
-"""Lends this machine's vLLM to a trainer elsewhere, over HTTP: `python -I vllm_host [HOST:PORT]` in vLLM's Python.
+"""HTTP server that lends this machine's vLLM to a trainer elsewhere; run by `python -I vllm_host [HOST:PORT]`, with
+vLLM's Python.
 
-A trainer's connection is its session, one at a time: vLLM runs in a process of its own for it, and when the connection
-ends, however it does, that process is ended and its folder removed. Requests:
+A trainer's connection is its session, and there is one session at a time. vLLM runs in a process of its own for the
+session; however the connection ends, that process is then ended and its folder removed. Requests:
 
-    GET    /              what this is: digest of this folder, versions of vLLM, who uses it
-    POST   /session       start vLLM's process, for what follows on this connection
-    PUT    /weights/NAME  one file of a model in hub format
-    POST   /ask           a frame (see `server`), answered by another
-    GET    /log           the last lines that vLLM wrote
-    DELETE /session       end it
+    GET    /              return the digest of this folder, the versions of vLLM, and who uses the server
+    POST   /session       start vLLM's process, for the later requests on this connection
+    PUT    /weights/NAME  store one file of a model in hub format
+    POST   /ask           answer a frame (see `server`) by another
+    GET    /log           return the last lines that vLLM wrote
+    DELETE /session       end the session
 
-Where the variable MOE_RL_VLLM_TOKEN is set, all of them want it (`Authorization: Bearer ...`); an address that other
-machines can reach is refused without. `moe_rl.rollout.vllm_servers` is the other end.
+If the variable MOE_RL_VLLM_TOKEN is set, all requests must carry it (`Authorization: Bearer ...`); without a token, an
+address that other machines can reach is refused. `moe_rl.rollout.vllm_servers` is the other end.
 """
 
 import argparse
@@ -37,21 +38,21 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from moe_rl.rollout.vllm_host.agreed import ADDRESS, SETTINGS, TOKEN_VARIABLE, digest, keep_alive, token, versions
     from moe_rl.rollout.vllm_host.child import LAST_SECONDS, LENGTHS, PART, Child
-else:  # a folder that is run is where its files are looked for
+else:  # a folder that is run as a script is where Python looks for modules
     from agreed import ADDRESS, SETTINGS, TOKEN_VARIABLE, digest, keep_alive, token, versions
     from child import LAST_SECONDS, LENGTHS, PART, Child
 
 SHORTEST_TOKEN = 16
 ASKS = ("open", "sample", "logps")
 LARGEST_FRAME = 2**31
-"""Bytes of a request, which is held in memory: tokens. Weights are not, nor are answers."""
+"""Most bytes of a frame with a request, which is held in memory; weights and answers are passed on in parts."""
 WEIGHTS_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.(json|safetensors)")
 QUIET_SECONDS = 30.0
-"""After which a connection without a session is closed."""
+"""Seconds after which a quiet connection without a session is closed."""
 
 
 class Refusal(Exception):
-    """A request that is not done; an HTTP status and what is said."""
+    """An error for a request that is refused, with an HTTP status and the message of the answer."""
 
     def __init__(self, status: int, said: str):
         super().__init__(said)
@@ -59,17 +60,17 @@ class Refusal(Exception):
 
 
 class Gone(Exception):
-    """The trainer's connection has ended."""
+    """An error that says that the trainer's connection has ended."""
 
 
 class Session(Child):
-    """vLLM's process, and whose it is."""
+    """A running process of vLLM, with the name of the trainer that uses it."""
 
     user: str
 
 
 class Host(socketserver.ThreadingTCPServer):
-    """Listens; has at most one session."""
+    """The HTTP server, which listens for trainers and has at most one session."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -83,6 +84,7 @@ class Host(socketserver.ThreadingTCPServer):
         super().__init__((host, port), Handler)
 
     def begin(self, client: str) -> Session:
+        """Start vLLM's process for a client. Raises Refusal if another session runs or the process cannot start."""
         with self.lock:
             if self.session is not None:
                 raise Refusal(409, f"in use by {self.session.user}")
@@ -96,24 +98,25 @@ class Host(socketserver.ThreadingTCPServer):
             return session
 
     def leave(self, session: Session, seconds: float) -> None:
+        """End a session, whose process has `seconds` to end by itself."""
         with self.lock:
             session.close(seconds)
             self.session = None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections break; anything else is told."""
+        """Print the error, unless it is an OSError, as of a broken connection."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
     def end(self) -> None:
-        """End the session, and let none begin again."""
+        """End the session, and keep the lock, so that no other session begins."""
         self.lock.acquire()
         if self.session is not None:
             self.session.close(0.0)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """The handler of one connection and its requests."""
 
     protocol_version = "HTTP/1.1"
     sys_version = ""
@@ -131,12 +134,14 @@ class Handler(BaseHTTPRequestHandler):
         self._leave(1.0)
 
     def log_message(self, *_: Any) -> None:
-        """Sessions and refusals are told, requests are not."""
+        """Print nothing for each request; `_tell` prints sessions and refusals."""
 
     def _tell(self, what: str) -> None:
+        """Print a line with the time and the client's address."""
         print(f"{time.strftime('%H:%M:%S')} {self.client_address[0]}: {what}", flush=True)
 
     def _serve(self) -> None:
+        """Answer one request of any method."""
         try:
             self._admit()
             match self.command, self.path.split("/")[1:]:
@@ -168,7 +173,8 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_DELETE = _serve
 
     def _admit(self) -> None:
-        """Raises Refusal for what needs no look at the request itself."""
+        """Check a request's headers and note its body's length. Raises Refusal for a browser's origin, a wrong token, a
+        missing length, or a body where none belongs."""
         if "Origin" in self.headers:
             raise Refusal(403, "this is no place for a browser")
         given, secret = self.headers.get("Authorization", ""), self.server.secret
@@ -182,6 +188,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(400, f"{self.command} takes no body")
 
     def _begin(self) -> None:
+        """Begin this connection's session."""
         if self.session is not None:
             raise Refusal(400, "this connection has a session")
         self.session = self.server.begin(self.client_address[0])
@@ -190,17 +197,20 @@ class Handler(BaseHTTPRequestHandler):
         self._say(200, {})
 
     def _leave(self, seconds: float) -> None:
+        """End this connection's session, if it has one; its process has `seconds` to end by itself."""
         if self.session is not None:
             self.server.leave(self.session, seconds)
             self.session = None
             self._tell("session ended")
 
     def _own(self) -> Session:
+        """Return this connection's session. Raises Refusal if it has none."""
         if self.session is None:
             raise Refusal(400, "this connection has no session")
         return self.session
 
     def _take_weights(self, name: str) -> None:
+        """Store the request's body as a file of weights in the session's folder."""
         folder, body = self._own().folder / "weights", self._body()
         if not WEIGHTS_FILE.fullmatch(name):
             raise Refusal(400, f"no name for a file of weights (.json or .safetensors): {name!r}")
@@ -212,12 +222,13 @@ class Handler(BaseHTTPRequestHandler):
                     file.write(piece)
             part.replace(folder / name)
         except OSError as error:
-            for _ in body:  # an answer is heard when all has been said
+            for _ in body:  # the trainer reads the answer only when it has sent everything
                 pass
             raise Refusal(507, f"cannot write {name} to {folder}: {error.strerror or error}") from error
         self._say(200, {})
 
     def _ask(self) -> None:
+        """Pass a frame on to vLLM's process, and its answer to the trainer."""
         child = self._own()
         if self.length > LARGEST_FRAME:
             raise Refusal(413, f"a request of {self.length} bytes; at most {LARGEST_FRAME}")
@@ -242,11 +253,13 @@ class Handler(BaseHTTPRequestHandler):
             shutil.rmtree(weights, ignore_errors=True)
 
     def _wait(self, reads: list[int], writes: list[int]) -> None:
-        """A trainer that waits says nothing: when there is something to read, its connection has ended."""
+        """Wait for a file of vLLM's process. Raises Gone if there is something to read from the trainer, which sends
+        nothing while it waits: its connection has ended."""
         if self.connection in select.select([*reads, self.connection], writes, [])[0]:
             raise Gone
 
     def _body(self) -> Iterator[bytes]:
+        """Yield the request's body in parts. Raises Gone if the connection ends before it is complete."""
         left = self.length
         while left:
             try:
@@ -259,6 +272,7 @@ class Handler(BaseHTTPRequestHandler):
             yield part
 
     def _say(self, status: int, what: dict[str, Any]) -> None:
+        """Send an answer in JSON."""
         text = json.dumps(what).encode()
         self._head(status, "application/json", len(text))
         self.wfile.write(text)
@@ -273,8 +287,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def checked(message: bytes, weights: Path) -> tuple[str, bytes]:
-    """What a frame asks, and the frame, in which the model to open is the one that was sent. Raises Refusal for what a
-    trainer does not send: whoever reaches this port is to have no more than vLLM's sizes in hand."""
+    """Return what a frame asks for, and the frame, whose `model` to open is replaced by the folder `weights`. Raises
+    Refusal for a frame that no trainer sends: a client of this port may set nothing but vLLM's `SETTINGS`."""
     start = LENGTHS.size
     try:
         text, tensors = LENGTHS.unpack_from(message)
@@ -294,14 +308,15 @@ def checked(message: bytes, weights: Path) -> tuple[str, bytes]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Return whether only this machine can reach a host."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a name, not an address
         return False
 
 
 def main() -> None:
+    """Parse the command line, then serve until Ctrl-C or SIGTERM."""
     description = "Lend this machine's vLLM to a trainer elsewhere: rollout.engine.url there; Ctrl-C ends it."
     parser = argparse.ArgumentParser(prog="vllm_host", description=description)
     parser.add_argument("address", nargs="?", default=ADDRESS, metavar="HOST:PORT", help=f"where (default {ADDRESS})")

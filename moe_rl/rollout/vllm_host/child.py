@@ -1,6 +1,6 @@
-"""A process that answers frames on its pipes; it can crash, hang or be killed, and nothing of it stays behind.
+"""A child process that answers frames on its pipes; if it crashes, hangs or is killed, nothing of it stays behind.
 
-Standard library only: it runs in the trainer, and in vLLM's Python where that lends it to a trainer elsewhere.
+Standard library only: this module runs in the trainer, and in vLLM's Python on a machine that lends vLLM to a trainer.
 """
 
 import contextlib
@@ -14,31 +14,33 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-LENGTHS = struct.Struct("<QQ")  # of a frame's header and tensors, bytes: see `server`
+LENGTHS = struct.Struct("<QQ")  # lengths in bytes of a frame's header and tensors: see `server`
 PART = 2**20
 SHOWN_LINES = 15
-"""Of its standard error, in messages."""
+"""How many lines of the process's standard error a message shows."""
 LAST_SECONDS = 10.0
-"""In which a process that is to end may do so by itself."""
+"""How long a process that is to end has to do so by itself."""
 
 Wait = Callable[[list[int], list[int]], None]
-"""Returns when one of these files can be read or one of those be written; raises to give up."""
+"""Type of functions (reads, writes): return when one of the files can be read or written; raise to give up."""
 
 
 class Child:
-    """A running process; it ends with this object, with `close`, or with this process.
+    """A running child process, which ends with this object, with `close`, or with the process that made it.
 
     Attributes:
-        folder: of its own, for what it writes and what it is to read; gone when it has ended.
+        folder: folder of the child's own, for files that it writes or is to read; removed when it has ended.
     """
 
     def __init__(self, command: list[str], env: dict[str, str] | None = None):
-        """Args:
-        command: the program and its arguments; the folder is appended.
-        env: of the process; None: as here.
+        """Start the process.
+
+        Args:
+            command: the program and its arguments; the folder is appended.
+            env: environment of the process; None: that of this process.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the process cannot be started.
         """
         self.folder = Path(tempfile.mkdtemp(prefix="moe_rl_engine_"))
         self.log = self.folder / "stderr"
@@ -50,7 +52,7 @@ class Child:
                     stdout=subprocess.PIPE,
                     stderr=log,
                     env=env,
-                    start_new_session=True,  # with its own children it can be ended as one group
+                    start_new_session=True,  # so that it can be killed with its own children, as one group
                 )
         except OSError:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -61,11 +63,11 @@ class Child:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed here; a process that died by itself was not."""
+        """Return whether the process was closed from here; False for one that died by itself."""
         return not self._end.alive
 
     def send(self, message: bytes, wait: Wait) -> None:
-        """Raises BrokenPipeError where the process has ended, and what `wait` raises."""
+        """Write a message to the process. Raises BrokenPipeError if it has ended, and any exception of `wait`."""
         assert self.process.stdin is not None
         left, file = memoryview(message), self.process.stdin.fileno()
         while left:
@@ -74,11 +76,11 @@ class Child:
                 left = left[os.write(file, left) :]
 
     def answer(self, wait: Wait) -> Iterator[bytes]:
-        """A frame in parts, the first of which is its lengths.
+        """Yield the process's answer, a frame, in parts, the first of which is its lengths.
 
         Raises:
             EOFError: the process ends before the frame does.
-            Exception: what `wait` raises.
+            Exception: any exception that `wait` raises.
         """
         assert self.process.stdout is not None
         file, lengths = self.process.stdout.fileno(), b""
@@ -92,7 +94,7 @@ class Child:
             yield part
 
     def said(self) -> str:
-        """The end of its standard error, to be added to a message."""
+        """Return the last lines of the process's standard error, to be added to a message."""
         try:
             log = self.log.read_bytes()
         except OSError:  # closed meanwhile
@@ -101,10 +103,10 @@ class Child:
         return "; it wrote nothing" if not lines else "; its last lines:\n  " + "\n  ".join(lines)
 
     def stop(self) -> str:
-        """Close it; how it ended, and what it said. For a process that has ended by itself, or hangs."""
+        """Close a process that has ended by itself or hangs; return, for a message, its exit status and last lines."""
         try:
             code = f" with exit status {self.process.wait(1.0)}"
-        except subprocess.TimeoutExpired:  # it would not look at the end of its input
+        except subprocess.TimeoutExpired:  # it hangs, and would not notice the end of its input
             code = ""
             _kill(self.process)
         said = self.said()
@@ -112,12 +114,13 @@ class Child:
         return code + said
 
     def close(self, seconds: float = LAST_SECONDS) -> None:
-        """End it and remove its folder; it has so long to do the first by itself. Once is enough."""
+        """End the process, which has `seconds` to end by itself, and remove its folder. Further calls do nothing."""
         if self._end.detach():
             _end(self.process, self.folder, seconds)
 
 
 def _read(file: int, most: int, wait: Wait) -> bytes:
+    """Read at most `most` bytes of a file, when `wait` says that it is ready. Raises EOFError at its end."""
     wait([file], [])
     part = os.read(file, most)
     if not part:
@@ -131,7 +134,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _end(process: "subprocess.Popen[bytes]", folder: Path, seconds: float = LAST_SECONDS) -> None:
-    """Ask it to end by ending its input; then end it and whatever it started."""
+    """Close the process's pipes, so that it ends; after `seconds` kill it and all its children, and remove `folder`."""
     try:
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
@@ -139,6 +142,6 @@ def _end(process: "subprocess.Popen[bytes]", folder: Path, seconds: float = LAST
         process.wait(seconds)
     except (OSError, subprocess.TimeoutExpired):
         pass
-    _kill(process)  # and its children, where it has left any
+    _kill(process)  # also kills children that it has left
     process.wait()
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Answers requests about one vLLM engine on its standard input and output.
+"""Script that serves one vLLM engine: it answers requests on its standard input and output.
 
-Run by the Python in which vLLM is installed and moe_rl is not: `python -I server.py FOLDER`. It ends when its input
-ends, or its parent does, and then removes FOLDER. Frames go both ways: two lengths (8 bytes each), a JSON header,
-safetensors; what vLLM prints goes to standard error. `moe_rl.rollout.vllm_engine` is the other end.
+The script is run by the Python in which vLLM is installed and moe_rl is not: `python -I server.py FOLDER`. It ends when
+its input ends, or its parent does, and then removes FOLDER. Frames go both ways: two lengths (8 bytes each), a JSON
+header, safetensors; the output of vLLM goes to standard error. `moe_rl.rollout.vllm_engine` is the other end.
 """
 
 import gc
@@ -19,26 +19,26 @@ from typing import Any, BinaryIO
 import numpy as np
 from safetensors.numpy import load, save
 
-LENGTHS = struct.Struct("<QQ")  # of header and tensors, bytes
+LENGTHS = struct.Struct("<QQ")  # lengths of header and tensors, in bytes
 VERSIONS = ("0.32", "0.33")
-"""vLLM releases whose interfaces were read; and run, as docs/engines.md says."""
+"""vLLM releases whose interfaces were read, and run as far as docs/engines.md says."""
 WIDTH = 32
-"""What hidden sizes are multiples of in vLLM's CPU kernels for experts; its own error names no size."""
+"""vLLM's CPU kernels for experts need hidden sizes that are multiples of this; vLLM's own error names no size."""
 IDS = np.int16
-"""Of experts' numbers, which no model has 32,768 of: routes are the largest part of an answer."""
+"""Dtype of expert ids, which are all below 32,768; a small one, because routes are the largest part of an answer."""
 CPU_CACHE = 2**28
-"""Bytes of vLLM's KV cache on a CPU, unless the settings say."""
+"""Bytes of vLLM's KV cache on a CPU, unless the settings give a size."""
 
 
 def frame(header: dict[str, Any], tensors: dict[str, np.ndarray] | None = None) -> bytes:
-    """One message."""
+    """Return a message as bytes: two lengths, the header in JSON, the tensors in safetensors."""
     text = json.dumps(header).encode()
     blob = save({name: np.ascontiguousarray(array) for name, array in tensors.items()}) if tensors else b""
     return LENGTHS.pack(len(text), len(blob)) + text + blob
 
 
 def unframe(message: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Header and tensors of a message. Raises ValueError or SafetensorError for what is none."""
+    """Return header and tensors of a message. Raises ValueError or SafetensorError if the bytes are no message."""
     if len(message) < LENGTHS.size or len(message) - LENGTHS.size != sum(LENGTHS.unpack_from(message)):
         raise ValueError(f"{len(message)} bytes that are no frame")
     end = LENGTHS.size + LENGTHS.unpack_from(message)[0]
@@ -49,8 +49,9 @@ def unframe(message: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 class CpuEngine:
-    """vLLM's CPU build, in this process. A reload of weights is wrong there without a word, so they are loaded into an
-    engine that is built anew; routes are captured at the routers, since it cannot return them."""
+    """An engine of vLLM's CPU build, in this process. Reloading weights gives wrong results there without an error, so
+    new weights are loaded into an engine that is built anew. Routes are captured at the routers, because this build
+    cannot return them."""
 
     device = "cpu"
 
@@ -66,11 +67,11 @@ class CpuEngine:
             "distributed_executor_backend": "uni",
             # Every prompt is computed for every sequence: tokens from a prefix cache would have no routes.
             "enable_prefix_caching": False,
-            # A prompt in parts ends in "CPU Generator does not use offset", as each sequence has a seed.
+            # A prompt in parts fails by "CPU Generator does not use offset", because each sequence has a seed.
             "enable_chunked_prefill": False,
         }
         sized = settings.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}
-        memory = {} if sized else {"kv_cache_memory_bytes": CPU_CACHE}  # by itself vLLM takes nearly all there is
+        memory = {} if sized else {"kv_cache_memory_bytes": CPU_CACHE}  # by default vLLM takes nearly all memory
         self.llm = LLM(model=model, **common(settings), **memory, **fixed)
         self.runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.pieces: dict[str, list[tuple[int, int, np.ndarray]]] | None = None
@@ -78,10 +79,10 @@ class CpuEngine:
         self._capture()
 
     def load(self, model: str, settings: dict[str, Any]) -> "CpuEngine":
-        """An engine with the weights of the folder `model`; this one is used up."""
+        """Return a new engine with the weights of the folder `model`. This one cannot be used any more."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        # vLLM asks for nine collections, three quarters of the time that all of this takes; one does.
+        # vLLM runs nine garbage collections, three quarters of the time of this method; one is enough.
         collect, gc.collect = gc.collect, lambda *_: 0
         try:
             self.llm.llm_engine.engine_core.shutdown()
@@ -93,7 +94,8 @@ class CpuEngine:
             gc.collect = collect
 
     def generate(self, prompts: list[list[int]], params: list[Any], routes: bool) -> list[tuple[Any, Any]]:
-        """vLLM's answer to each prompt, and its routes `[P+G-1, layers, K]` if asked."""
+        """Return vLLM's answer to each prompt, with its routes `[P+G-1, layers, K]` (P, G: tokens of prompt and answer)
+        if `routes`, else None."""
         self.pieces = {} if routes else None
         try:
             answers = answered(self.llm, prompts, params)
@@ -102,8 +104,8 @@ class CpuEngine:
             self.pieces = None
 
     def scores(self, tokens: list[list[int]], starts: list[int], temperature: float) -> list[list[float]]:
-        """Log-probabilities of each sequence's tokens from `starts` on, in one forward. vLLM's own for given tokens are
-        those at temperature 1, so the logits are divided on their way."""
+        """Return the log-probabilities of each sequence's tokens from `starts` on, by one forward. vLLM's own for given
+        tokens are those at temperature 1, so its logits are divided by `temperature` on their way."""
         from vllm import SamplingParams
 
         sampler = self.runner.sampler
@@ -120,6 +122,7 @@ class CpuEngine:
         ]
 
     def _capture(self) -> None:
+        """Make vLLM call a function with the experts that each router chooses."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         found = [module for module in self.runner.get_model().modules() if isinstance(module, MoERunner)]
@@ -130,6 +133,8 @@ class CpuEngine:
             module.router.set_capture_fn(self._catcher(module.layer_id))
 
     def _catcher(self, layer: int) -> Any:
+        """Return the function that stores one layer's routes in `pieces`, by request."""
+
         def catch(ids: Any) -> None:
             if self.pieces is None:
                 return
@@ -144,6 +149,7 @@ class CpuEngine:
         return catch
 
     def _routes(self, answer: Any) -> np.ndarray:
+        """Put one answer's routes together from `pieces`. Raises RuntimeError for a token routed twice or never."""
         assert self.pieces is not None
         pieces = self.pieces[answer.request_id]
         tokens = len(answer.prompt_token_ids) + len(answer.outputs[0].token_ids)
@@ -164,7 +170,7 @@ class CpuEngine:
 
 
 class GpuEngine:
-    """vLLM on GPUs, by its documented interfaces alone. NOT RUN: written from the source of 0.32, and
+    """An engine of vLLM on GPUs, by vLLM's documented interfaces alone. NOT RUN: written from the source of 0.32, and
     compared with that of 0.33."""
 
     device = "gpu"
@@ -175,20 +181,20 @@ class GpuEngine:
         self.llm = LLM(
             model=model,
             **common(settings),
-            enable_prefix_caching=True,  # wanted by routed experts
+            enable_prefix_caching=True,  # enable_return_routed_experts needs it
             enable_return_routed_experts=True,
             enable_trace_replay=True,
         )
 
     def load(self, model: str, settings: dict[str, Any]) -> "GpuEngine":
-        """The engine with the weights of the folder `model`, without what was cached under the old ones."""
+        """Load the weights of the folder `model`, drop the prefix cache of the old ones, and return this engine."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not drop its prefix cache after the weights changed")
         return self
 
     def generate(self, prompts: list[list[int]], params: list[Any], routes: bool) -> list[tuple[Any, Any]]:
-        """As `CpuEngine.generate`."""
+        """Return answers and routes as `CpuEngine.generate` does."""
         found = []
         for answer in answered(self.llm, prompts, params):
             ids = getattr(answer.outputs[0], "routed_experts", None)
@@ -198,7 +204,7 @@ class GpuEngine:
         return found
 
     def scores(self, tokens: list[list[int]], starts: list[int], temperature: float) -> list[list[float]]:
-        """As `CpuEngine.scores`, by decoding that is made to take the given tokens."""
+        """Return log-probabilities as `CpuEngine.scores` does, by decoding that is forced to the given tokens."""
         from vllm import SamplingParams
 
         params = [
@@ -217,10 +223,10 @@ class GpuEngine:
 
 
 def common(settings: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` on any device. Log-probabilities are of the distribution that is sampled from."""
+    """Return arguments of `vllm.LLM` for any device. Log-probabilities are those of the distribution sampled from."""
     return {
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # no sampling defaults of the model's
+        "generation_config": "vllm",  # vLLM's sampling defaults, not the model's
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "seed": 0,
@@ -229,26 +235,27 @@ def common(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def answered(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[Any]:
+    """Return vLLM's answers to prompts of token ids."""
     return llm.generate([{"prompt_token_ids": row} for row in prompts], params, use_tqdm=False)
 
 
 def chosen_logps(output: Any) -> list[float]:
-    """Of an output's own tokens; nats."""
+    """Return the log-probabilities (nats) of an output's own tokens."""
     return [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
 
 
 def split(flat: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
-    """Rows of tokens that were sent one behind the other."""
+    """Split tokens that were sent one behind the other into rows of these lengths."""
     return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1])]
 
 
 class Server:
-    """One engine and what can be asked of it; each method returns header and tensors of the answer."""
+    """A server of one engine: a method for each kind of request, which returns header and tensors of the answer."""
 
     engine: Any = None
 
     def open(self, ask: dict[str, Any], _: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """The engine, made of the model in a folder; or, once there is one, with the weights of that folder."""
+        """Build the engine from the model in the folder `ask["model"]`; if there is an engine, load these weights."""
         started = time.monotonic()
         import vllm
         from vllm.platforms import current_platform
@@ -263,8 +270,8 @@ class Server:
         return {"vllm": vllm.__version__, "device": self.engine.device, "seconds": took}, {}
 
     def sample(self, ask: dict[str, Any], given: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """One completion of each prompt: `tokens` and `logps` one behind the other, `lengths`, and `routes` of all
-        tokens but each sequence's last."""
+        """Sample one completion of each prompt. The answer has `tokens` and `logps` one behind the other, `lengths`,
+        and, if asked, `routes` of all tokens but each sequence's last."""
         from vllm import SamplingParams
 
         prompts = split(given["tokens"], given["lengths"])
@@ -274,7 +281,7 @@ class Server:
                 temperature=ask["temperature"],
                 seed=int(seed),
                 stop_token_ids=ask["ends"],
-                ignore_eos=True,  # `ends` has them all
+                ignore_eos=True,  # `ends` has all end tokens
                 logprobs=0,
                 detokenize=False,
             )
@@ -296,14 +303,14 @@ class Server:
         return {}, found
 
     def logps(self, ask: dict[str, Any], given: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Log-probabilities of each sequence's tokens from `starts` on, one behind the other."""
+        """Return the log-probabilities of each sequence's tokens from `starts` on, one behind the other."""
         rows = split(given["tokens"], given["lengths"])
         found = self.engine.scores(rows, given["starts"].tolist(), ask["temperature"])
         return {}, {"logps": np.array([value for row in found for value in row], np.float32)}
 
 
 def serve(read: BinaryIO, write: BinaryIO, server: Any) -> None:
-    """Answer until the input ends. What a request raises goes back as `error`, its traceback to standard error."""
+    """Answer requests until the input ends. An exception is sent back as `error`, its traceback to standard error."""
     while len(lengths := read.read(LENGTHS.size)) == LENGTHS.size:
         ask, given = unframe(lengths + read.read(sum(LENGTHS.unpack(lengths))))
         try:
@@ -316,7 +323,7 @@ def serve(read: BinaryIO, write: BinaryIO, server: Any) -> None:
 
 
 def end_with_parent(folder: str) -> None:
-    """Whatever this process is doing, it ends within a second of its parent, whose folder it removes."""
+    """Start a thread that ends this process, busy or not, within a second of its parent's end and removes `folder`."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -335,7 +342,7 @@ if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints
+    os.dup2(2, 1)  # all prints go to standard error
     serve(sys.stdin.buffer, answers, Server())
     shutil.rmtree(sys.argv[1], ignore_errors=True)
-    os._exit(0)  # whatever threads vLLM has
+    os._exit(0)  # does not wait for vLLM's threads
