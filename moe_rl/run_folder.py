@@ -305,8 +305,8 @@ class RunWriter:
                 os.truncate(self._metrics, size)
 
     def _keep_config(self, config: dict[str, Any], defaults: dict[str, Any], free: Collection[str]) -> None:
-        """Write config.yaml. Raises RunFolderError if the folder holds a run of another configuration, or files of no
-        run."""
+        """Write config.yaml. Raises RunFolderError if the folder holds a run of another configuration, or other files
+        and no run."""
         import yaml
 
         path = self.folder / "config.yaml"
@@ -358,7 +358,7 @@ def _run_folder(folder: Path, arm: str, seed: SupportsIndex) -> Path:
 
 
 def _environment(command: str) -> dict[str, Any]:
-    """Return the content of `env.json`: versions of packages, platform, command and time of the start."""
+    """Return what `env.json` says of this start: versions of packages, platform, command and time."""
     versions = {name: version_of(name) for name in PACKAGES}
     return {
         "written_by": "moe_rl.study.RunWriter",

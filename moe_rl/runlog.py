@@ -60,7 +60,7 @@ class RunLog:
             self.listener(row)
 
     def mark(self) -> Mark:
-        """Flush to the disk what was written, and return its `Mark`, which a checkpoint keeps, so that a resumed run can
+        """Flush to the disk what was written, and return its `Mark`, which a checkpoint keeps so that a resumed run can
         recognise its rows."""
         with naming(self.path), open(self.path, "ab") as file:
             os.fsync(file.fileno())
