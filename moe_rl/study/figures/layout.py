@@ -129,7 +129,7 @@ def arm_grid(data: StudyData, arms: Sequence[str], above: float = 0.0) -> tuple[
     for i, title in enumerate(titles):
         line, column = divmod(i, columns)
         x, top = left + column * (wide + gap), total - above - line * (height + head) - head
-        # axes are not shared and labels placed by hand: otherwise forty axes would take most of the time for that
+        # axes are not shared and labels are placed by hand: the alternatives take most of the time with forty axes
         ax = figure.add_axes((x / PAGE, (top - height) / total, wide / PAGE, height / total))
         ax.set_title(title, fontsize=6, y=1.04, pad=0, linespacing=1.0)
         ax.xaxis.set_label_coords(0.5, 0)

@@ -33,7 +33,7 @@ _WARNED_LETTERS: set[str] = set()  # letters that the font lacks, about which a 
 
 
 class NothingToDraw(ValueError):
-    """An error: the runs hold no data for a figure; the message says which data, and what would record them."""
+    """An error: the runs hold no data for a figure; the message says which data are missing."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def arm_looks(data: StudyData, arms: Sequence[str]) -> dict[str, tuple[Look, str
         twins = [a for a in arms if methods[a] == method]
         look = twin(look_of(method), twins.index(arm))
         label = str(data.arms.loc[arm, "label"])
-        label = f" {label}" if label.startswith("_") else label  # matplotlib leaves labels with _ in front out of legends
+        label = f" {label}" if label.startswith("_") else label  # legends leave out labels that begin with _
         found[arm] = (look, label)
     return found
 
@@ -242,9 +242,9 @@ def label_bar(bar: Colorbar, label: str, inches: float) -> None:
 
 
 def reward_limits(rewards: "pd.Series[float]") -> tuple[float | int | None, float | int | None]:
-    """Return the limits of an axis of rewards: from 0 to a little above the best, and at most 1, if rewards lie in that
-    range. With penalties, or rewards of -1 and 1, some are below 0, and both limits are None, so that the axis fits the
-    data."""
+    """Return the limits of an axis of rewards, None where the data decide: from 0 to a little above the best, and at
+    most 1. The upper limit is None if the best is above 1; both are None if rewards are below 0 (penalties, rewards of
+    -1 and 1)."""
     low, best = float(rewards.min()), float(rewards.max())
     if low < 0:
         return None, None
