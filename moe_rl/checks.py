@@ -31,10 +31,12 @@ def is_sealed(content: Any) -> bool:
 
 
 def sha256_of_bytes(data: bytes) -> str:
+    """Return the SHA-256 sum of bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_of(path: Path) -> str:
+    """Return the SHA-256 sum of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -49,7 +51,7 @@ def seal_folder(folder: Path, manifest: str, content: Mapping[str, Any]) -> None
     """Write `content`, sealed, with the `digests` of all files of the folder under the key `files`, as the folder's
     last file, named `manifest`; then flush all files to the disk."""
     write_json(folder / manifest, sealed({**content, "files": digests(folder)}))
-    for path in folder.rglob("*"):  # tokenizers put templates into a folder of their own
+    for path in folder.rglob("*"):  # also in subfolders: tokenizers put templates into one
         if path.is_dir():
             sync_folder(path)
             continue

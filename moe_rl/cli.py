@@ -109,8 +109,8 @@ def study_verb(arguments: list[str]) -> None:
         """Where runs are made: by processes of this machine, or as jobs of a Slurm cluster through submitit, which the
         same command submits, watches and finds again. submitit-local: the same jobs without a cluster, to try them."""
         launcher_options: tuple[str, ...] = ()
-        """Of each job, KEY=VALUE: timeout_min (default 720), mem_gb, nodes, cpus_per_task, gpus_per_node, and those of
-        sbatch that submitit knows: partition, account, qos, constraint, gres, ..."""
+        """Options of each job, KEY=VALUE: timeout_min (default 720), mem_gb, nodes, cpus_per_task, gpus_per_node, and
+        those of sbatch that submitit knows: partition, account, qos, constraint, gres, ..."""
         seeds: tuple[int, ...] = study.seeds
         """Seeds of every arm that does not name its own."""
         arms: tuple[str, ...] = tuple(study.arms)
@@ -229,7 +229,7 @@ def watch_verb(arguments: list[str]) -> None:
         folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
         """A study folder, e.g. runs/replay_vs_gspo, one run's, or a folder of studies, e.g. runs."""
         port: int = 0
-        """0: 8765 or the next free one."""
+        """Port of the page; 0: 8765 or the next free one."""
         open: bool = False
         """Open the page in the browser."""
         once: bool = False
@@ -258,7 +258,7 @@ def doctor_verb(arguments: list[str]) -> None:
         file: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME|FILE]")] = None
         """A study that comes with moe_rl, or a study file."""
         devices: int | None = None
-        """Plan for so many devices, weights sharded over them (ddp: whole); by default for those that a run takes: one
+        """Plan for so many devices, weights sharded over them (ddp: whole); by default for as many as a run takes: one
         without distributed.strategy, else distributed.processes or all that are here."""
         memory: float | None = None
         """Plan for devices with so many GB (10^9 bytes) each; by default what is free here."""

@@ -40,12 +40,12 @@ def ends_with_its_reader() -> Iterator[None]:
     try:
         try:
             yield
-        except SystemExit:  # above all that of --help
+        except SystemExit:  # mostly that of --help
             sys.stdout.flush()
             raise
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what the interpreter flushes at its end
         sys.exit(141)
 
 

@@ -177,8 +177,8 @@ class RunWriter:
 
     @property
     def next_step(self) -> int:
-        """The step to write next: one more than the last step that has a row, 0 in a new folder. Evaluations do not
-        count, because the evaluation of step k comes after k batches."""
+        """Return the step to write next: one more than the last step that has a row, 0 in a new folder. Evaluations do
+        not count, because the evaluation of step k comes after k batches."""
         return max((step for kind, step in self._last.items() if kind != "eval"), default=-1) + 1
 
     def rewind(self, step: SupportsIndex) -> int:

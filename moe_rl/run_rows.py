@@ -22,7 +22,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "decomposition": ("update",),
     "floor": ("variant",),
 }
-"""Kind of row in metrics.jsonl -> the fields that tell rows of one step apart."""
+"""Kind of row in metrics.jsonl -> the fields, besides `step`, that tell rows of this kind apart."""
 
 _TYPES: dict[str, Any] = {"step": int, "update": int, "pair": str, "variant": str, "reward": int | float | None}
 """Types that these fields must have where they are present; all other fields are numbers, texts and lists."""

@@ -1,4 +1,4 @@
-"""How a figure is registered: `@figure(...)` over its function, in a file of its own under `gallery/`.
+"""Registration of figures: `@figure(...)` over a figure's function, in a file of its own under `gallery/`.
 
     @figure(
         title="Gradient norm.",

@@ -123,7 +123,7 @@ def in_two_lines(label: str) -> str:
 
 
 def quiet_rows(ax: Axes) -> None:
-    """Give axes of rows a faint line per row, no tick marks beside the rows, and no spine there."""
+    """Remove tick marks and spine beside the rows of an axes, and draw a faint line per row."""
     ax.tick_params(axis="y", length=0)
     ax.tick_params(axis="x", labelsize=6.5)
     ax.grid(axis="y", lw=0.4)

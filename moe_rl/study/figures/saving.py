@@ -41,6 +41,7 @@ class StudyFigure:
 
     @property
     def caption(self) -> str:
+        """The whole caption: the figure's own sentences and its notes."""
         return " ".join((self.own, *self.notes))
 
     def render(self, kind: str) -> bytes:

@@ -27,7 +27,7 @@ def inline_svg(figure: StudyFigure) -> str:
     prefix = f"{figure.name}-"
     svg = re.sub(r'\bid="', f'id="{prefix}', svg)
     svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{prefix}", svg)
-    width = WIDER * float(re.search(r'<svg[^>]*? width="([\d.]+)pt"', svg)[1])  # type: ignore[index]  # matplotlib's own
+    width = WIDER * float(re.search(r'<svg[^>]*? width="([\d.]+)pt"', svg)[1])  # type: ignore[index]  # always there
     style = rf'\1 style="max-width:{width:g}pt"'
     svg = re.sub(r'(<svg[^>]*?) width="[\d.]+pt" height="[\d.]+pt"', style, svg, count=1)
     used: dict[str, str] = {}

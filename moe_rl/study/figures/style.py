@@ -59,7 +59,7 @@ LOOKS: dict[str, Look] = {
     "sapo": Look("#8C564B", (0, (7, 2)), "h"),
     "minirl": Look("#4D4D4D", (0, (2, 2)), "*"),
     "ppo": Look("#9A9A9A", "-", "p"),
-    # Corrections for the rollout engine, which stand beside each other.
+    # Methods with corrections for the rollout engine, which figures show beside each other.
     "grpo_tis": Look("#B8860B", (0, (3, 1, 1, 1, 1, 1)), "D"),
     "grpo_icepop": Look("#5F9EA0", (0, (1.2, 1.2)), "^"),
     "grpo_seq_mis": Look("#C71585", (0, (5, 1.4, 1.2, 1.4)), "s"),

@@ -36,7 +36,7 @@ FEWEST_DOSES = 4
 )
 def dose_response(data: StudyData) -> Drawing:
     seeds = dose_table(data)
-    seeds = seeds[seeds["arm"].isin(drawn_arms(data))]  # a replay run under noise repeats its natural one
+    seeds = seeds[seeds["arm"].isin(drawn_arms(data))]  # without replay runs under noise, which repeat natural runs
     most = int(seeds.groupby("method")["noise"].nunique().max()) if len(seeds) else 0
     if most < FEWEST_DOSES:
         raise NothingToDraw(

@@ -23,7 +23,7 @@ DEFINITIONS = {
     "site": ("sites_changed", "sites", "sites changed\n/ L·tokens, %"),
     "token": ("tokens_changed", "tokens", "tokens with any\nsite changed, %"),
 }
-"""Name -> numerator, denominator, words: slot, expert slots replaced; site, (token, router) pairs whose set differs."""
+"""Name -> numerator, denominator, label. slot: expert slots replaced; site: (token, router) pairs whose set differs."""
 COUNTS = [count for changed, total, _ in DEFINITIONS.values() for count in (changed, total)]
 
 

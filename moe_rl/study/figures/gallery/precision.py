@@ -20,7 +20,8 @@ FORMATS: dict[str, Look] = {
     "int4": Look("#CC79A7", (0, (6, 2, 1, 2, 1, 2)), "D"),
     "mxfp4": Look("#7A5195", (0, (3, 1.2, 1, 1.2, 1, 1.2)), "v"),
 }
-"""One look per format of the engine; lines are dotted if training too uses a 16-bit dtype or rounded weights."""
+"""One look per format of the engine; lines are dotted if training too uses a dtype other than float32 or rounded
+weights."""
 PANELS = {
     "slot_change": ("slots changed, %", 100),
     "k3": ("k3, nats per token", 1),

@@ -115,7 +115,7 @@ def variance_table(tokens: pd.DataFrame) -> pd.DataFrame:
     table = rows.groupby(keys, observed=True).agg(
         rows=("natural", "size"), natural=("natural", "var"), replayed=("replayed", "var")
     )
-    distinct = tokens.drop_duplicates([*keys, "step", "seq", "pos"])  # a token of several updates once
+    distinct = tokens.drop_duplicates([*keys, "step", "seq", "pos"])  # counts a token of several updates once
     table["tokens"] = distinct.groupby(keys, observed=True).size()
     table = table.reset_index()
     table["of_arm"] = table.groupby(["arm", "flips"], observed=True)["tokens"].transform("sum")
