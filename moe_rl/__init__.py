@@ -1,8 +1,8 @@
 """moe_rl: an instrument and a laboratory for routing stability in RL of Mixture-of-Experts language models.
 
-The rooms; each uses those above it, never those below:
+The subpackages ("rooms"). Each one uses those above it, never those below it:
 
-- `moe_rl.routing`     what routers chose, and making them choose it again
+- `moe_rl.routing`     capture of the experts that routers chose, and replay of these routes
 - `moe_rl.objectives`  log-probabilities and rewards -> advantages, ratios, loss (pure functions)
 - `moe_rl.measure`     tensors -> numbers: log-probabilities, ratio and change metrics, decomposition, noise floor
 - `moe_rl.rollout`     prompts -> completions, their log-probabilities and routes
@@ -12,11 +12,11 @@ The rooms; each uses those above it, never those below:
 - `moe_rl.study`       many runs -> statistics, figures, a report
 - `moe_rl.drift`       two checkpoints -> tables, figures, a page
 
-The first three are the instrument and need torch, transformers, numpy, safetensors and jaxtyping only; the rest is the
-laboratory, `pip install '.[lab]'` in the checkout.
+The first three subpackages are the instrument and need only torch, transformers, numpy, safetensors and jaxtyping; the
+others are the laboratory, which `pip install '.[lab]'` in the checkout installs.
 
 Axes everywhere: B sequence, G group, T token, L routing site, K slot, E expert, V vocabulary.
-Tensors `[B,T]` are aligned with the tokens: entry t speaks of token t given the tokens before it.
+Tensors `[B,T]` are aligned with the tokens: entry t belongs to token t, given the tokens before t.
 """
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Arguments of the command line: the study that is meant, its arm and seed, options that exist; help and mistakes."""
+"""Arguments of the command line: the study file, its arm and seed, the options that exist, help and error messages."""
 
 import contextlib
 import dataclasses
@@ -13,24 +13,23 @@ from typing import Any, NoReturn
 from moe_rl.names import nearest
 
 WHOLE = ("base", "config")
-"""Fields of options that are a whole configuration, whose own fields are options without a prefix."""
+"""Fields of an options dataclass that hold a whole configuration, whose own fields become options without a prefix."""
 
 
 def fail(message: str, status: int = 1) -> NoReturn:
-    """Say what is wrong on stderr and leave."""
+    """Print `message` as an error on stderr and exit with `status`."""
     print(f"moe-rl: error: {message}", file=sys.stderr)
     sys.exit(status)
 
 
 @dataclass(frozen=True)
 class Given:
-    """What was written after `study` or `run`.
+    """The arguments after `moe-rl study` or `moe-rl run`, split into the study file and the options.
 
-    word, path: the first argument and the study file that it means; empty and None where only options are listed.
+    word, path: the first argument and the study file that it names; empty and None for `--help-all` without a study.
     options: the other arguments.
     studies: the study files that the file lists, if it lists any.
-    then: commands that read what those studies wrote.
-    """
+    then: commands that read what those studies wrote; they are shown, never run."""
 
     word: str
     path: Path | None
@@ -40,8 +39,8 @@ class Given:
 
 
 def study_file(command: str, arguments: list[str]) -> Given:
-    """Tell the study file from the options. Prints the first page of the help and leaves where that is asked for;
-    leaves before code runs that is not trusted."""
+    """Return the study file and the options that the arguments of `study` or `run` name. Prints the first page of the
+    help and exits if that is asked for; raises StudyFileError before code runs that is not trusted."""
     from moe_rl.study.shipped import find_study, listed_studies, one_study, outline, refuse_foreign_code
     from moe_rl.usage import first_page
 
@@ -62,15 +61,16 @@ def study_file(command: str, arguments: list[str]) -> Given:
 
 
 def load(path: Path | None, merged: bool = False) -> Any:
-    """The study; without a file one of a single arm with the default configuration, whose options can be listed.
-    merged: as `moe_rl.study.config.parse_study`."""
+    """Return the study of a file; without a file, a study of one arm with the default configuration, so that its
+    options can be listed. merged: as in `moe_rl.study.config.parse_study`."""
     from moe_rl.study.config import Arm, StudyConfig, load_study
 
     return StudyConfig("NAME", "", {"ARM": Arm("")}, (0,)) if path is None else load_study(path, merged)
 
 
 def arm_and_seed(given: Given) -> tuple[str | None, int | None]:
-    """What --arm and --seed say. Leaves, and says which arms there are, where a study has several and none is named."""
+    """Return the values of --arm and --seed, None for a missing one. Exits with a list of the arms if the study has
+    several and --arm is missing."""
     import tyro
 
     from moe_rl.study.shipped import outline
@@ -95,8 +95,8 @@ def arm_and_seed(given: Given) -> tuple[str | None, int | None]:
 
 
 def parse(options: Any, arguments: list[str], program: str, default: Any = None) -> Any:
-    """An instance of the dataclass `options` from arguments. Leaves at a mistake, with the nearest match of an unknown
-    option, and after --help-all, which prints every option."""
+    """Return an instance of the dataclass `options`, parsed from arguments. Exits at a mistake, naming the nearest
+    known option for an unknown one, and after --help-all, which prints every option."""
     import tyro
 
     meant = options if default is None else default
@@ -107,19 +107,19 @@ def parse(options: Any, arguments: list[str], program: str, default: Any = None)
             field = file_only.removeprefix("--").replace("-", "_")
             fail(f"{program}: {argument.partition('=')[0]}: {field} is set in a study file; then it has options", 2)
         if name.startswith("--") and name not in (*known, "--help", "--help-all", "--"):
-            fail(f"{program}: unknown option {argument.partition('=')[0]}{_meant(name, known)}", 2)
+            fail(f"{program}: unknown option {argument.partition('=')[0]}{_option_hint(name, known)}", 2)
     listed = next((b for a, b in itertools.pairwise(arguments) if a == "--seeds" and "," in b), None)
     if listed is not None:
         fail(f"{program}: --seeds {listed}: seeds are separated by spaces, e.g. --seeds {listed.replace(',', ' ')}", 2)
     arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
     values = {} if default is None else {"default": default}
-    with _our_words(), _lines_joined():
+    with _custom_types(), _lines_joined():
         return tyro.cli(options, args=arguments, prog=program, config=(tyro.conf.AvoidSubcommands,), **values)
 
 
-def _meant(name: str, known: list[str]) -> str:
-    """A hint at what an unknown option may stand for: a section's fields, fields of that name (those that most people
-    set, if there are any), or the nearest option."""
+def _option_hint(name: str, known: list[str]) -> str:
+    """Return a hint at what an unknown option may stand for: the options of the section of that name, the fields of
+    that name (only those that most people set, if there are any), or the nearest option."""
     from moe_rl.usage import CONFIGURATION
 
     fields = [option for option in known if option.startswith(f"{name}.")]
@@ -134,8 +134,9 @@ def _meant(name: str, known: list[str]) -> str:
 
 
 def option_names(options: Any, prefix: str = "", listed: bool = True) -> list[str]:
-    """The options that a dataclass, or nested ones with their values, are given as; not `listed`: those that there are
-    only where a study file has set them, of mappings that are empty and sections that are None."""
+    """Return the options of a dataclass, or of an instance with its values, nested dataclasses included. Without
+    `listed`, return the options that exist only where a study file has set them: those of empty mappings and of
+    sections that are None."""
     names = []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name, field.default)
@@ -155,7 +156,8 @@ def option_names(options: Any, prefix: str = "", listed: bool = True) -> list[st
 
 @contextlib.contextmanager
 def _lines_joined() -> Iterator[None]:
-    """Help without the line breaks of the source. tyro 1.0.17 keeps those of a field's docstring, as it is indented."""
+    """Context manager: print help texts without the line breaks of the source. tyro 1.0.17 keeps the line breaks of a
+    field's docstring, because the docstring is indented."""
     try:
         import docstring_parser
     except ImportError:  # a later tyro that reads docstrings by itself
@@ -177,9 +179,9 @@ def _lines_joined() -> Iterator[None]:
         reader.parse_from_object = read
 
 
-def _our_words() -> Any:
-    """Engine corrections as words: --method.corrections token_mask:0.5:5 token_truncate:2; and ~ of a path, which the
-    shell leaves as it is in --output=~/runs."""
+def _custom_types() -> Any:
+    """Return tyro's registry with two more types: engine corrections, written as --method.corrections token_mask:0.5:5
+    token_truncate:2, and paths, in which `~` is expanded because the shell leaves it alone in --output=~/runs."""
     import tyro
 
     registry = tyro.constructors.ConstructorRegistry()
@@ -187,7 +189,7 @@ def _our_words() -> Any:
     @registry.primitive_rule
     def rule(info: Any) -> Any:
         kind = info.type
-        if getattr(kind, "__name__", "") == "Correction":  # by name: help must not import torch
+        if getattr(kind, "__name__", "") == "Correction":  # compared by name, because the help must not import torch
             metavar, made = "KIND:[LOW:]HIGH", kind.parse
         elif kind is Path:
             metavar, made = "PATH", lambda word: Path(word).expanduser()

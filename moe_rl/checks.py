@@ -1,5 +1,5 @@
-"""Is what was written what is there? Sizes and SHA-256 sums of files, and JSON that carries its own. Every room may use
-it; it knows none of them."""
+"""Integrity checks: sizes and SHA-256 sums of files, and JSON documents that contain their own checksum. Every
+subpackage may import this module; it imports none of them."""
 
 import hashlib
 import json
@@ -12,7 +12,8 @@ from moe_rl.files import sync_folder, write_json
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, of which whatever goes wrong is a ValueError: damage can be a million brackets."""
+    """Parse JSON as `json.loads` does, but raise ValueError for every failure; a damaged file may hold a million
+    brackets, for which `json.loads` raises RecursionError."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -20,34 +21,37 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """`content`, which is to be JSON, with its own SHA-256 sum under `sha256`."""
+    """Return a copy of `content` with the SHA-256 sum of its JSON form under the key `sha256`."""
     return {**content, "sha256": sha256_of_bytes(json.dumps(content, sort_keys=True).encode())}
 
 
 def is_sealed(content: Any) -> bool:
-    """Whether `content` is what `sealed` returned, after any number of writings and readings as JSON."""
+    """Return whether `content` is what `sealed` returned, after any number of writings and readings as JSON."""
     return isinstance(content, dict) and sealed({k: v for k, v in content.items() if k != "sha256"}) == content
 
 
 def sha256_of_bytes(data: bytes) -> str:
+    """Return the SHA-256 sum of bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_of(path: Path) -> str:
+    """Return the SHA-256 sum of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file in a folder and below, by relative name."""
+    """Return the SHA-256 sum of every file in a folder and its subfolders, by relative path."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {path.relative_to(folder).as_posix(): sha256_of(path) for path in files}
 
 
 def seal_folder(folder: Path, manifest: str, content: Mapping[str, Any]) -> None:
-    """Write `content`, sealed, with the `digests` of all files under `files`, as the folder's last file; flush all."""
+    """Write `content`, sealed, with the `digests` of all files of the folder under the key `files`, as the folder's
+    last file, named `manifest`; then flush all files to the disk."""
     write_json(folder / manifest, sealed({**content, "files": digests(folder)}))
-    for path in folder.rglob("*"):  # tokenizers put templates into a folder of their own
+    for path in folder.rglob("*"):  # also in subfolders: tokenizers put templates into one
         if path.is_dir():
             sync_folder(path)
             continue
@@ -57,7 +61,8 @@ def seal_folder(folder: Path, manifest: str, content: Mapping[str, Any]) -> None
 
 
 def other_content(folder: Path, written: Mapping[str, str]) -> str:
-    """The first of the files that `digests` once found which is not there as it was, in words; empty if none."""
+    """Return a message about the first file of `written`, which `digests` returned, that is missing or has changed;
+    empty if there is none."""
     for name, digest in written.items():
         path = folder / name
         if not path.is_file():
@@ -68,8 +73,10 @@ def other_content(folder: Path, written: Mapping[str, str]) -> str:
 
 
 def changed_since(folder: Path, *manifests: str) -> str:
-    """What is no longer as it was when a JSON file of the folder was written, sealed, with the `digests` of the others
-    under `files`; in words, empty if there is nothing, or none of `manifests`."""
+    """Return a message about the first file that is missing or has changed since the folder's manifests were written;
+    empty if there is none, or the folder has none of `manifests`.
+
+    A manifest is a sealed JSON file with the `digests` of the other files under the key `files`."""
     for path in (folder / name for name in manifests if (folder / name).is_file()):
         try:
             stored = parse_json(path.read_bytes())
@@ -83,8 +90,8 @@ def changed_since(folder: Path, *manifests: str) -> str:
 
 
 def damage_of(rows: bytes, size: int, sha256: str) -> str:
-    """What is wrong with the `size` bytes of JSON lines of that SHA-256 sum of which these are left, and where it shows
-    first; empty if nothing."""
+    """Return what is wrong with `rows`, of which `size` bytes of JSON lines with the sum `sha256` were written, and
+    where the damage shows first; empty if nothing is wrong."""
     if sha256_of_bytes(rows) == sha256:
         return ""
     for number, line in enumerate(rows.splitlines(), start=1):
@@ -98,13 +105,15 @@ def damage_of(rows: bytes, size: int, sha256: str) -> str:
 
 
 def sizes(folder: Path, *patterns: str) -> dict[str, int]:
-    """Bytes of the files below a folder that match, by relative name; hidden ones are left out."""
+    """Return the size in bytes of every file below a folder that matches a pattern, by relative path; hidden files are
+    left out."""
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file() and path.name[0] != "."}
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(found)}
 
 
 def other_size(folder: Path, written: Mapping[str, int]) -> str:
-    """The first of the files that `sizes` once found which is not there as it was, in words; empty if there is none."""
+    """Return a message about the first file of `written`, which `sizes` returned, that is missing or has another size;
+    empty if there is none."""
     for name, size in written.items():
         path = folder / name
         if not path.is_file():
@@ -115,17 +124,17 @@ def other_size(folder: Path, written: Mapping[str, int]) -> str:
 
 
 def unreadable_weights(folder: Path) -> str:
-    """The first file of a model's weights in a folder that is missing or cannot be read, and why, in words; empty if
-    there is none, or no such folder."""
+    """Return a message about the first file of a model's weights in a folder that is missing or cannot be read; empty
+    if there is none, or there is no such folder."""
     if not folder.is_dir():
         return ""
-    for whole in ("model.safetensors", "pytorch_model.bin"):  # in transformers' order
+    for whole in ("model.safetensors", "pytorch_model.bin"):  # the order in which transformers looks for them
         if (folder / whole).is_file():
             return unreadable(folder / whole) if whole.endswith(".safetensors") else ""
         if (index := folder / f"{whole}.index.json").is_file():
             try:
                 shards = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of JSON that is no index
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # also JSON that is no index
                 return f"{index} cannot be read ({error})"
             missing = [name for name in shards if not (folder / str(name)).is_file()]
             if missing:
@@ -133,13 +142,14 @@ def unreadable_weights(folder: Path) -> str:
             of_safetensors = [folder / name for name in shards if name.endswith(".safetensors")]
             return next(filter(None, map(unreadable, of_safetensors)), "")
     if any((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
-        return ""  # of another name: loading says whether they are the model's
+        return ""  # weights under another name: loading the model tells whether they fit
     return f"{folder} holds no weights (no model.safetensors)"
 
 
 def unreadable(path: Path) -> str:
-    """Why a safetensors file cannot be read, in words, from its header and its size; empty if it can. safetensors names
-    no file, and says of one that may not be read that there is none."""
+    """Return a message about why a safetensors file cannot be read, judged by its header and size; empty if it can be.
+
+    safetensors' own errors name no file, and report a file without read permission as a missing file."""
     from safetensors import SafetensorError, safe_open
 
     try:

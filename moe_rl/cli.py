@@ -1,6 +1,6 @@
 """The command line, `moe-rl COMMAND ...`: `moe_rl.usage.SUMMARY` says what each command does.
 
-Help and mistakes answer before torch is imported.
+Help pages and messages about wrong usage are printed before torch is imported.
 """
 
 import importlib.util
@@ -18,12 +18,13 @@ from moe_rl.names import nearest
 from moe_rl.processes import ends_with_its_reader, importing, interrupts, waiting_threads_sleep
 
 LABORATORY = ("accelerate", "pandas", "pyarrow", "matplotlib", "scipy", "rich", "tyro", "yaml", "jinja2", "tokenizers")
-"""What the commands need beyond the instrument: the extra `lab`."""
+"""Packages that the commands need beyond those of the instrument: the extra `lab`."""
 
 
 @ends_with_its_reader()
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. Expected errors are one message on stderr and exit status 1; wrong usage is 2."""
+    """Run the command line. Expected errors are one message on stderr and exit status 1; wrong usage is exit status
+    2."""
     waiting_threads_sleep()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["--version"]:
@@ -69,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def study_verb(arguments: list[str]) -> None:
+    """Run `moe-rl study`: all arms and seeds of a study, then its figures and report; without arguments, list the
+    studies."""
     from moe_rl.usage import studies_page
 
     if not arguments:
@@ -106,8 +109,8 @@ def study_verb(arguments: list[str]) -> None:
         """Where runs are made: by processes of this machine, or as jobs of a Slurm cluster through submitit, which the
         same command submits, watches and finds again. submitit-local: the same jobs without a cluster, to try them."""
         launcher_options: tuple[str, ...] = ()
-        """Of each job, KEY=VALUE: timeout_min (default 720), mem_gb, nodes, cpus_per_task, gpus_per_node, and those of
-        sbatch that submitit knows: partition, account, qos, constraint, gres, ..."""
+        """Options of each job, KEY=VALUE: timeout_min (default 720), mem_gb, nodes, cpus_per_task, gpus_per_node, and
+        those of sbatch that submitit knows: partition, account, qos, constraint, gres, ..."""
         seeds: tuple[int, ...] = study.seeds
         """Seeds of every arm that does not name its own."""
         arms: tuple[str, ...] = tuple(study.arms)
@@ -144,13 +147,14 @@ def study_verb(arguments: list[str]) -> None:
     )
     if not options.figures:
         return
-    # native runs have the others beside them in their report; without any, each rounding is a study by itself
+    # the report of native runs shows the other roundings too; without native runs, each rounding gets its own report
     alone = [] if run_folders(options.output) else [options.output / f"{ROUNDING}{name}" for name in options.rounding]
     for folder in alone or [options.output]:
         draw_report(folder)
 
 
 def run_verb(arguments: list[str]) -> None:
+    """Run `moe-rl run`: one arm of a study with one seed."""
     given = study_file("run", arguments)
     arm, seed = arm_and_seed(given)
     with importing():
@@ -162,7 +166,7 @@ def run_verb(arguments: list[str]) -> None:
         from moe_rl.study.run import run_one
         from moe_rl.training import RunConfig
 
-    study = load(given.path, merged=True)  # of one run, whatever it is compared with
+    study = load(given.path, merged=True)  # for one run: what makes arms comparable is not checked
     first = next(iter(study.arms)) if arm is None else arm
 
     @dataclass(frozen=True)
@@ -192,6 +196,7 @@ def run_verb(arguments: list[str]) -> None:
 
 
 def figures_verb(arguments: list[str]) -> None:
+    """Run `moe-rl figures`: draw figures and report of a study again, from its run folders."""
     import tyro
 
     @dataclass(frozen=True)
@@ -214,6 +219,7 @@ def figures_verb(arguments: list[str]) -> None:
 
 
 def watch_verb(arguments: list[str]) -> None:
+    """Run `moe-rl watch`: serve the page that follows a study, or print the alarms so far."""
     import tyro
 
     @dataclass(frozen=True)
@@ -223,7 +229,7 @@ def watch_verb(arguments: list[str]) -> None:
         folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
         """A study folder, e.g. runs/replay_vs_gspo, one run's, or a folder of studies, e.g. runs."""
         port: int = 0
-        """0: 8765 or the next free one."""
+        """Port of the page; 0: 8765 or the next free one."""
         open: bool = False
         """Open the page in the browser."""
         once: bool = False
@@ -241,6 +247,7 @@ def watch_verb(arguments: list[str]) -> None:
 
 
 def doctor_verb(arguments: list[str]) -> None:
+    """Run `moe-rl doctor`: check what this machine can run and, given a study, what it needs."""
     import tyro
 
     @dataclass(frozen=True)
@@ -251,7 +258,7 @@ def doctor_verb(arguments: list[str]) -> None:
         file: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME|FILE]")] = None
         """A study that comes with moe_rl, or a study file."""
         devices: int | None = None
-        """Plan for so many devices, weights sharded over them (ddp: whole); by default for those that a run takes: one
+        """Plan for so many devices, weights sharded over them (ddp: whole); by default for as many as a run takes: one
         without distributed.strategy, else distributed.processes or all that are here."""
         memory: float | None = None
         """Plan for devices with so many GB (10^9 bytes) each; by default what is free here."""
@@ -274,11 +281,11 @@ def doctor_verb(arguments: list[str]) -> None:
 
 
 def run_listed(given: Given) -> None:
-    """One study after the other, each with the options that were given; what is done is done only once. A study with
-    runs that failed keeps none of the others from being made.
+    """Run the listed studies one after the other, each with the given options; what is done is not done again. A study
+    with failed runs does not stop the studies after it.
 
     Raises:
-        StudyFailed: at the end, for all of them.
+        StudyFailed: at the end, with the failures of all studies.
     """
     from moe_rl.study.grid import StudyFailed
 
@@ -299,7 +306,7 @@ def run_listed(given: Given) -> None:
 
 
 def draw_report(folder: Path) -> None:
-    """Figures and report of a study folder."""
+    """Draw the figures and the report of a study folder, and print where the report is."""
     from moe_rl.study.report import draw_study
 
     print(f"report: {draw_study(folder)}")

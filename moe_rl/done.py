@@ -1,5 +1,5 @@
-"""`DONE`: the last file of a run. It says what the run wrote, so that a run with data missing does not pass for one
-that is done. Every room may use it; it knows none of them."""
+"""`DONE`, the last file that a run writes: it records what the run wrote, so that a run with missing data does not pass
+for a finished one. Every subpackage may import this module; it imports none of them."""
 
 import os
 from pathlib import Path
@@ -13,9 +13,11 @@ NAME = "DONE"
 
 
 def write_done(folder: Path, **values: Any) -> None:
-    """Write `folder`/DONE: `values`; number of rows, bytes and SHA-256 of `metrics.jsonl`; bytes of every table (which
-    have checksums of their own) and of every file of the checkpoint, with the SHA-256 of its `state.json`, which has
-    those of the others. What it names is on the disk before it is."""
+    """Write `folder`/DONE, the record of what a run wrote, after all of that is on the disk.
+
+    The record holds `values`; the number of rows, the bytes and the SHA-256 sum of `metrics.jsonl`; the bytes of every
+    table (tables have checksums of their own) and of every file of the checkpoint; and the SHA-256 sum of the
+    checkpoint's `state.json`, which has those of the other files."""
     path = folder / "metrics.jsonl"
     if path.exists():
         with open(path, "ab") as file:
@@ -36,13 +38,14 @@ def write_done(folder: Path, **values: Any) -> None:
 
 
 def what_is_lost(folder: Path, checkpoint: bool = False) -> str:
-    """What a run no longer has as it wrote it, in words with the file; empty if nothing.
+    """Return a message about the first file of a run that is missing or no longer what the run wrote; empty if there is
+    none.
 
-    A run that is DONE is asked for all that it wrote, any other for what its checkpoint saw; one of an earlier version,
-    which did not say, for nothing.
+    A run with a DONE file is checked for all that it wrote, any other run for what its checkpoint recorded. A run of an
+    earlier version, which recorded nothing, is not checked.
 
     Args:
-        checkpoint: whether that of a run that is DONE is missed, too; what reads numbers only does without.
+        checkpoint: whether to check the checkpoint of a run that is DONE, too; readers of numbers alone do not need it.
     """
     path = folder / NAME
     if not path.exists():
@@ -69,18 +72,22 @@ def what_is_lost(folder: Path, checkpoint: bool = False) -> str:
 
 
 def _checkpoint_state(folder: Path) -> dict[str, Any] | None:
+    """Return the checkpoint's `state.json`; None if it is missing or damaged."""
     try:
         state = parse_json(_bytes(folder / "checkpoint" / "state.json"))
-    except (OSError, ValueError):  # none yet, or being replaced; or damaged, which who goes on from it will say
+    except (OSError, ValueError):  # missing, being replaced or damaged; resuming from it reports the damage
         return None
     return state if is_sealed(state) else None
 
 
 def _lost_since(folder: Path, state: dict[str, Any]) -> str:
+    """Return a message about the rows or tables that a checkpoint recorded and that are lost; empty if there are
+    none."""
     return _lost_rows(folder, state["metrics"]) or other_size(folder, state["metrics"].get("tables") or {})
 
 
 def _lost_rows(folder: Path, written: dict[str, Any]) -> str:
+    """Return a message about the recorded rows of `metrics.jsonl` that are lost; empty if there are none."""
     path = folder / "metrics.jsonl"
     rows = _bytes(path)[: written["bytes"]]
     damage = damage_of(rows, written["bytes"], written["sha256"])
@@ -88,8 +95,9 @@ def _lost_rows(folder: Path, written: dict[str, Any]) -> str:
 
 
 def remedy(folder: Path) -> str:
-    """What to do about a run that lost something: of one that is DONE, and has its checkpoint with all that this saw,
-    also to go on from there."""
+    """Return advice on a run that lost data: to restore it or to move the run away. If the run is DONE and its
+    checkpoint is there with all the data that it recorded, the advice is also to delete DONE and go on from the
+    checkpoint."""
     away = f"Without it the run is not what it was. Restore it from a copy, or move {folder} away to run it again."
     done, state = folder / NAME, _checkpoint_state(folder)
     if not (done.exists() and state) or _lost_since(folder, state):
@@ -100,4 +108,5 @@ def remedy(folder: Path) -> str:
 
 
 def _bytes(path: Path) -> bytes:
+    """Return a file's content; empty if there is no such file."""
     return path.read_bytes() if path.is_file() else b""

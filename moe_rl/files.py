@@ -1,4 +1,5 @@
-"""Files that are written whole or not at all. Every room may use it; it knows none of them."""
+"""Files that are written whole or not at all, and locks of folders. Every subpackage may import this module; it imports
+none of them."""
 
 import errno
 import json
@@ -20,7 +21,8 @@ except ImportError:  # Windows
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Write `path` whole or not at all: a temporary name beside it, flushed to the disk, then renamed.
+    """Context manager: write `path` whole or not at all, under a temporary name beside it that is flushed to the disk
+    and then renamed.
 
     Raises:
         OSError: naming `path`, whatever failed; what was there before is still there.
@@ -33,7 +35,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _renamed(path: Path) -> Iterator[str]:
-    """A temporary name beside `path`, which takes its place if the block ends well and is removed if not."""
+    """Context manager: yield a temporary name beside `path`; the file of that name replaces `path` if the block ends
+    well, and is removed if not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path):
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
@@ -49,15 +52,15 @@ def _renamed(path: Path) -> Iterator[str]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what an interrupted `atomic_file` or `write_tensors` left in a folder and below; no other process may be
-    writing there."""
+    """Remove the temporary files that interrupted calls of `atomic_file` or `write_tensors` left in a folder and below.
+    No other process may be writing there."""
     for path in folder.rglob(".*.tmp"):
         path.unlink(missing_ok=True)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the file when writing it fails."""
+    """Context manager: add `path` to an OSError that the block raises."""
     try:
         yield
     except OSError as error:
@@ -65,14 +68,15 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> Path:
-    """`atomic_file` for text or bytes; returns the path."""
+    """Write text or bytes to `path` whole or not at all, with `atomic_file`; return the path."""
     with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
     return path
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk, so that a rename in it outlives a power failure; not on Windows."""
+    """Flush a folder's entries to the disk, so that a rename in the folder survives a power failure. Does nothing on
+    Windows."""
     if os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY)
@@ -83,16 +87,16 @@ def sync_folder(path: Path) -> None:
 
 
 class InUseError(RuntimeError):
-    """A folder that another process writes to; the message names the process and what to do."""
+    """An error: another process writes to the folder; the message names the process and what to do."""
 
 
 @contextmanager
 def sole_writer(folder: Path, command: str = "") -> Iterator[None]:
-    """Inside, this process alone writes to `folder`. The lock is the system's and ends with its holder, however that
-    ends; where there are no file locks (Windows, some network drives) there is none.
+    """Context manager: lock `folder`, so that this process alone writes there. The operating system frees the lock when
+    its holder ends, however that happens. Without file locks (Windows, some network drives) nothing is locked.
 
     Raises:
-        InUseError: another process has it; says which, since when and with what command.
+        InUseError: another process has the lock; the message says which, since when and with what command.
     """
     if fcntl is None:
         yield
@@ -100,16 +104,17 @@ def sole_writer(folder: Path, command: str = "") -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
     with ExitStack() as opened:
-        with naming(path):  # and not what fails in the block
+        with naming(path):  # for the lock file only, not for errors of the caller's block
             file = opened.enter_context(open(path, "a+", encoding="utf-8"))
             _lock(file, folder, command)
         try:
             yield
         finally:
-            file.truncate(0)  # nobody writes here now
+            file.truncate(0)  # an empty file says that nobody writes here now
 
 
 def _lock(file: TextIO, folder: Path, command: str) -> None:
+    """Lock an open lock file and write into it which process holds it. Raises InUseError if another writer does."""
     try:
         with _locks_missing():
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,8 +137,9 @@ def _lock(file: TextIO, folder: Path, command: str) -> None:
 
 
 def still_written(folder: Path) -> bool | None:
-    """Whether the last `sole_writer` of a folder still has it; None where that cannot be told: none ever was, or it is
-    of another machine. A process that was killed is told by its number, which another may have by now."""
+    """Return whether the last `sole_writer` of a folder still runs; None if that cannot be told: there never was one,
+    or it is on another machine, or this is Windows. A process that was killed is recognised by its number, which
+    another process may have by now."""
     try:
         held = (folder / ".lock").read_text(encoding="utf-8")
     except OSError:
@@ -154,8 +160,8 @@ def still_written(folder: Path) -> bool | None:
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Wait for the file lock `path`, which the system frees if its holder dies; where there are none (Windows, some
-    network drives), go without."""
+    """Context manager: wait for the file lock `path` and hold it. The operating system frees the lock if its holder
+    dies. Without file locks (Windows, some network drives) there is no waiting."""
     if fcntl is None:
         yield
         return
@@ -167,7 +173,7 @@ def one_at_a_time(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _locks_missing() -> Iterator[None]:
-    """Go on where a file system has no locks."""
+    """Context manager: ignore the errors by which a file system says that it has no locks."""
     try:
         yield
     except OSError as error:
@@ -176,12 +182,12 @@ def _locks_missing() -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> Path:
-    """`write_atomic` of JSON that a person can read."""
+    """Write `value` as indented JSON, which a person can read, with `write_atomic`; return the path."""
     return write_atomic(path, json.dumps(value, indent=1) + "\n")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None = None) -> Path:
-    """A safetensors file, written atomically; tensors must be contiguous and share no memory."""
+    """Write a safetensors file atomically; return its path. The tensors must be contiguous and share no memory."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -189,7 +195,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, st
     with _renamed(path) as name:
         try:
             save_file(dict(tensors), name, metadata)
-        except SafetensorError as error:  # what safetensors makes of an OSError, a full disk above all
+        except SafetensorError as error:  # safetensors turns an OSError, above all that of a full disk, into this
             code = errno.ENOSPC if f"os error {errno.ENOSPC}" in str(error) else errno.EIO
             raise OSError(code, os.strerror(code)) from error
         with open(name, "rb+") as file:

@@ -1,4 +1,5 @@
-"""Names that users write: the nearest known one, and classes of their own. Every room may use it; it knows none."""
+"""Names that users write: hints at the nearest known name, checks of folder names, and objects that are loaded by name.
+Every subpackage may import this module; it imports none of them."""
 
 import difflib
 import hashlib
@@ -13,20 +14,21 @@ from types import ModuleType
 from typing import Any
 
 RESERVED = ("logs", "figures", "report.html", "study.yaml", "env.json", "config.yaml", "metrics.jsonl")
-"""What a study's folder holds besides its arms, or by which a run's folder is told from it."""
+"""Names of what a study's folder holds besides its arms, and of the files by which a run's folder is recognised."""
 ROUNDING = "rounding_"
-"""A study's folder `rounding_<name>` holds arms and seeds that were run again under another rounding."""
+"""Prefix of a folder `rounding_<name>` in a study's folder, which holds arms and seeds run again under another
+rounding."""
 LONGEST = 200
-"""Bytes of a name of a folder: file systems allow 255, of which the seed and the endings of logs need some."""
+"""Most bytes of an arm's folder name: file systems allow 255, of which the seed and the endings of logs need some."""
 
 
 def arm_refusal(name: str) -> str | None:
-    """Why the folder of a study can hold no arm of this name; None if it can.
+    """Return why the folder of a study can hold no arm of this name; None if it can.
 
     >>> arm_refusal("logs")
     "in a study's folder that name is something else's; choose another"
     """
-    if name.casefold() in RESERVED or name.casefold().startswith(ROUNDING):  # one folder on a Mac
+    if name.casefold() in RESERVED or name.casefold().startswith(ROUNDING):  # on a Mac, logs and LOGS are one folder
         return "in a study's folder that name is something else's; choose another"
     if len(name.encode()) > LONGEST:
         return f"a folder is named so: at most {LONGEST} bytes in UTF-8, this has {len(name.encode())}"
@@ -34,7 +36,7 @@ def arm_refusal(name: str) -> str | None:
 
 
 def seed_of(folder: Path) -> int | None:
-    """The seed that a run's folder is named for; None where it is named otherwise.
+    """Return the seed in the name of a run's folder, seedN; None if the folder has another name.
 
     >>> seed_of(Path("runs/study/grpo/seed3")), seed_of(Path("runs/study/logs"))
     (3, None)
@@ -44,14 +46,14 @@ def seed_of(folder: Path) -> int | None:
 
 
 def run_place(folder: Path) -> Path:
-    """A run's folder by the name that its study has for it, .../ARM/seedN, be it a link to elsewhere; `.`, and a link
-    of another name to a run, by where they lead."""
+    """Return the absolute path of a run's folder under the name that its study has for it, .../ARM/seedN, even if that
+    is a link to elsewhere. `.`, and a link of another name to a run, are resolved."""
     named = Path(os.path.abspath(folder))
     return folder.resolve() if seed_of(named) is None else named
 
 
 def nearest(word: str, known: Iterable[str], listed: bool = True) -> str:
-    """A hint at the nearest known word, or at all of them if `listed`.
+    """Return a hint at the nearest known word or, if no word is near, at all known words if `listed`.
 
     >>> nearest("grop", ["grpo", "gspo"])
     "; did you mean 'grpo'?"
@@ -64,7 +66,8 @@ def nearest(word: str, known: Iterable[str], listed: bool = True) -> str:
 
 
 def load_object(path: str, field: str, error: type[Exception], kind: Any = type, word: str = "class") -> Any:
-    """The object of this kind that `package.module:name` or `path/to/file.py:name` names. Runs the module's code, once.
+    """Return the object of type `kind` that `package.module:name` or `path/to/file.py:name` names. Imports the module,
+    which runs its code once.
 
     Args:
         field: where the path was written, for messages.
@@ -72,7 +75,7 @@ def load_object(path: str, field: str, error: type[Exception], kind: Any = type,
         word: what messages call such an object.
 
     Raises:
-        error: no such file, module or object; the module's own error while it was imported.
+        error: there is no such file, module or object, or the import of the module raised an exception.
     """
     place, _, name = path.rpartition(":")
     if place.endswith(".py") and not Path(place).is_file():
@@ -89,8 +92,8 @@ def load_object(path: str, field: str, error: type[Exception], kind: Any = type,
 
 
 def _module_of_file(file: Path) -> ModuleType:
-    """The module of a file, run once as it is: two calls are to find one class. Under a name of its own: a file called
-    random.py must hide nothing."""
+    """Return the module of a Python file, which is run once as long as its content is the same, so that two calls find
+    one class. The module gets a name of its own, so that a file called random.py hides no other module."""
     content = str(file.resolve()).encode() + file.read_bytes()
     name = f"moe_rl_own_{hashlib.sha256(content).hexdigest()[:8]}_{file.stem}"
     if name in sys.modules:
@@ -98,7 +101,7 @@ def _module_of_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,4 +1,5 @@
-"""Self-contained HTML pages from templates of the package. Every room may use it; it knows none of them."""
+"""Self-contained HTML pages from templates of the package. Every subpackage may import this module; it imports none of
+them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +8,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 
 def render_page(template: str, /, filters: dict[str, Callable[..., str]] | None = None, **values: Any) -> str:
-    """A template by its path below the package (`drift/drift.html.j2`), filled in. All values are escaped but `Markup`;
-    a name that the template uses and is not given is an error."""
+    """Return the page of a template, given by its path below the package (`drift/drift.html.j2`) and filled in with
+    `values`. All values except `Markup` are escaped. Raises UndefinedError for a name that the template uses and
+    `values` lacks."""
     environment = Environment(
         loader=PackageLoader("moe_rl", "."),
         autoescape=select_autoescape(default=True),

@@ -1,4 +1,5 @@
-"""Processes: that end with the one that started them, that suit a small model. Every room may use it; it knows none."""
+"""Processes that end with the process that started them, handle Ctrl-C, and run small models fast. Every subpackage may
+import this module; it imports none of them."""
 
 import ctypes
 import gc
@@ -27,33 +28,35 @@ main(sys.argv[2:])
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """`moe-rl ARGUMENTS` as a process that ends with this one."""
+    """Return the command of a process that runs `moe-rl ARGUMENTS` and ends with this process."""
     return [sys.executable, "-c", OWN_COMMAND, str(os.getpid()), *arguments]
 
 
 @contextmanager
 def ends_with_its_reader() -> Iterator[None]:
-    """Where whoever reads the output has gone (`... | head`), the command ends as one stopped by SIGPIPE does; one that
-    was started without input or output (`>&-`) has empty ones."""
+    """Context manager and decorator: if the reader of the output has gone (`... | head`), end the command as one
+    stopped by SIGPIPE. A command that was started without input or output (`>&-`) gets empty ones."""
     _standard_streams()
     try:
         try:
             yield
-        except SystemExit:  # of --help, above all
+        except SystemExit:  # mostly that of --help
             sys.stdout.flush()
             raise
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what the interpreter flushes at its end
         sys.exit(141)
 
 
 def _standard_streams() -> None:
-    """What is closed is /dev/null from now on: Python has no stream there, and the next file that is opened would take
-    its number, and with it what libraries print. A character that the output cannot show ends nothing."""
+    """Replace closed standard streams by /dev/null, and print characters that the output cannot show as escapes.
+
+    Python has no stream for a closed one, and the next file that is opened would take its number and receive what
+    libraries print."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            null = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is that of the closed stream
             os.set_inheritable(null, True)
             setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8", closefd=False))
     for stream in (sys.stdout, sys.stderr):
@@ -63,11 +66,10 @@ def _standard_streams() -> None:
 
 @contextmanager
 def interrupts() -> Iterator[None]:
-    """Within, what fails after a Ctrl-C is a KeyboardInterrupt, in the main thread.
+    """Context manager: turn any exception of the block after a Ctrl-C into a KeyboardInterrupt, in the main thread.
 
-    Torch takes one that comes while it imports numpy for a numpy that is not there; a later import then fails on half a
-    numpy, with an error of its own.
-    """
+    If a KeyboardInterrupt arrives while torch imports numpy, torch takes numpy for missing; a later import then fails
+    on a half-imported numpy, with an error of its own."""
     pressed = False
 
     def press(number: int, frame: Any) -> None:
@@ -92,18 +94,17 @@ def interrupts() -> Iterator[None]:
 
 
 def usable_cores() -> int:
-    """Of this machine those that this process may use."""
+    """Return how many cores of this machine this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def end_with_parent(parent: int) -> None:
-    """From now on this process is killed when process `parent`, which started it, is gone.
+    """Make this process end when process `parent`, which started it, is gone.
 
-    By the kernel on Linux, at once, whatever this process is doing; elsewhere by a thread that looks every so often.
-    """
+    On Linux the kernel kills this process at once, whatever it is doing; elsewhere a thread looks twice a second."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it was gone before
+        if os.getppid() != parent:  # the parent was gone before this call
             os._exit(1)
         return
 
@@ -116,12 +117,11 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_at_once() -> NoReturn:
-    """End this process with status 0, without the interpreter's own end.
+    """End this process with status 0, without the interpreter's shutdown.
 
-    For a rank whose work is written and whose peers, where it has any, have said so too: freeing a process group or a
-    sharded or DDP model there has been seen to abort, and once not to come back (gloo, torch 2.13), and the launcher
-    waits for every rank.
-    """
+    For a rank whose work is written and whose peers, if any, have confirmed theirs: freeing a process group or a
+    sharded or DDP model in the shutdown has been seen to abort, and once to hang (gloo, torch 2.13), while the launcher
+    waits for every rank."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -129,17 +129,17 @@ def end_at_once() -> NoReturn:
 
 
 def waiting_threads_sleep() -> None:
-    """Let threads that wait for others give their core away instead of spinning; OMP_WAIT_POLICY, if set, decides.
+    """Make threads that wait for others give their core away instead of spinning; OMP_WAIT_POLICY, if set, decides.
 
-    OpenMP reads it when torch is loaded, so this comes before. On a busy machine threads that spin hold the cores that
-    those they wait for need: docs/speed.md has what that costs.
-    """
+    OpenMP reads the variable when torch is loaded, so call this before. On a busy machine, spinning threads hold the
+    cores that the threads they wait for need; docs/speed.md has the cost of that."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Inside, Python looks for no garbage: what imports make stays, and looking through it is a fifth of their time."""
+    """Context manager: switch the garbage collector off. What imports create stays in use, and collecting would take a
+    fifth of the time of the imports."""
     looks = gc.isenabled()
     gc.disable()
     try:
@@ -151,8 +151,9 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def no_progress_bars(quiet: bool = False) -> Iterator[None]:
-    """Inside, transformers draws none: a study has its own. quiet: nor does it warn of tensors that it did not find."""
-    from transformers.utils import logging as hf_logging  # here, for processes that are to start at once
+    """Context manager: switch off the progress bars of transformers, because a study shows its own. quiet: switch off
+    warnings as well, such as those of tensors that were not found."""
+    from transformers.utils import logging as hf_logging  # here, so that processes without it start at once
 
     enabled, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
@@ -167,16 +168,16 @@ def no_progress_bars(quiet: bool = False) -> Iterator[None]:
 
 
 SMALL = 10_000_000
-"""Parameters below which a model's matrices are too small to share among threads."""
+"""Number of parameters below which a model's matrices are too small to be shared among threads."""
 
 
 def suit_small_model() -> None:
-    """One thread, and memory that is kept: what a model of fewer than `SMALL` parameters runs fastest with on a CPU.
+    """Set this process up as a model of fewer than `SMALL` parameters runs fastest on a CPU: one thread, freed memory
+    kept.
 
-    On a busy machine two threads, each waiting for the other, are far slower than one. OMP_NUM_THREADS, where it is
-    set, decides the threads instead.
-    """
-    import torch  # here, for processes that are to start at once
+    On a busy machine, two threads that wait for each other are far slower than one. OMP_NUM_THREADS, if set, decides
+    the number of threads instead."""
+    import torch  # here, so that processes without it start at once
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -184,20 +185,19 @@ def suit_small_model() -> None:
 
 
 def suit_model(model: Any) -> Any:
-    """`suit_small_model` where `model` is on a CPU and has fewer than `SMALL` parameters; gives the model back."""
+    """Call `suit_small_model` if `model` is on a CPU and has fewer than `SMALL` parameters; return the model."""
     if all(p.device.type == "cpu" for p in model.parameters()) and sum(p.numel() for p in model.parameters()) < SMALL:
         suit_small_model()
     return model
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep what is freed for the next tensor.
+    """Make the C library keep freed memory for the next tensors; return whether that was done.
 
-    By default it gives blocks of megabytes back to the system and gets them anew, page by page, as a small model's
-    forward of some thousand tokens does at every operation: a quarter to a third of its CPU time. The memory of such a
-    model is small; with a large one, do not call this. Blocks of 32 MiB and more are given back all the same. glibc
-    only, elsewhere nothing happens. Whether it was done.
-    """
+    By default the C library gives blocks of megabytes back to the system and gets them anew, page by page. The forward
+    of a small model on some thousand tokens does so at every operation, for a quarter to a third of its CPU time. The
+    memory of such a model is small; do not call this with a large one. Blocks of 32 MiB and more are given back all the
+    same. With another C library than glibc nothing happens."""
     if sys.platform != "linux":
         return False
     wanted = (M_MMAP_THRESHOLD, 2**25), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)

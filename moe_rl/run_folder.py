@@ -1,11 +1,12 @@
-"""The run folder as an interface: what its rows are, and a writer for any trainer. docs/run_folder.md has the whole.
+"""The run folder as an interface: a writer of its rows, for any trainer. docs/run_folder.md describes it in full.
 
     with RunWriter("runs/mine", arm="grpo", seed=0) as run:
         run.rollout(0, reward=0.25)
         run.update(0, 1, loss=0.1, grad_norm=1.0)
         run.probe(0, 1, **change_metrics(change_counts(old_routes, new_routes, mask)))
 
-`moe_rl.study.load`, `moe-rl figures` and `moe-rl watch` read what it writes. Rooms below `study` import it from here.
+`moe_rl.study.load`, `moe-rl figures` and `moe-rl watch` read what `RunWriter` writes. The subpackages that
+`moe_rl.study` uses import it from this module.
 """
 
 import json
@@ -49,21 +50,22 @@ PACKAGES = ("moe_rl", "torch", "transformers", "trl", "ms_swift", "verl", "vllm"
 
 
 class RunWriter:
-    """Append the rows of one run, of any trainer, to a run folder that the laboratory reads.
+    """A writer that appends the rows of one run, of any trainer, to a run folder that the laboratory reads.
 
-    Every row is on the disk when its method returns. A folder that holds rows is gone on with: a last line that was cut
-    off is removed, and rows that are there are not written twice (`next_step`, `rewind`). Numbers may be tensors or
-    arrays; what is not finite is written as null. Leaving the `with` block cleanly, or `finish`, writes `DONE`; an
-    exception leaves none, and its traceback in STUDY/logs/ARM_seedN.log, where the live page finds it.
+    Every row is on the disk when its method returns. In a folder that holds rows already, the writer removes a last
+    line that was cut off, goes on with the rows, and refuses a row that is there already (`next_step`, `rewind`).
+    Numbers may be tensors or arrays; numbers that are not finite are written as null. Leaving the `with` block without
+    an exception, or `finish`, writes `DONE`. After an exception there is no `DONE`, and the traceback is in
+    STUDY/logs/ARM_seedN.log, where the live page finds it.
 
     Args:
         folder: the study's folder; the run is `folder/ARM/seedN`. A path that ends so already is the run itself.
-        arm: what is compared: a method, a setting. The name of a folder.
-        seed: the repetition.
+        arm: the name of what is compared, such as a method or a setting; also the name of a folder.
+        seed: the number of the repetition.
         config: plain values to keep in config.yaml. Figures read `label`, `objective`, `replay` and
             `optim: {steps: N}` (docs/run_folder.md).
-        defaults: what settings were before there were these settings, nested as `config`: a folder whose `config.yaml`
-            lacks one, because an earlier version wrote it, is gone on with if it has this value now.
+        defaults: values that stand for settings of earlier versions, nested as `config`: a folder whose `config.yaml`
+            lacks a setting, because an earlier version wrote it, can be continued if the setting has this value now.
         free: settings, dotted as in `arguments.output_dir`, that may have another value when the run goes on. The
             number of steps, `optim.steps`, always may.
 
@@ -71,10 +73,11 @@ class RunWriter:
         folder: the run folder, `Path`.
 
     Raises:
-        RunFolderError: the folder is done, or holds another run; for a row: an unknown metric name (with the nearest
-            one; a name with a slash is yours, and kept), a value that is no number, a row that is there already.
+        RunFolderError: the folder is done, or holds another run; for a row: an unknown metric name (the message has the
+            nearest one; a name with a slash is the trainer's own, and is kept), a value that is no number, a row that
+            is there already.
         InUseError: another process writes to the folder.
-        OSError: naming the file; the rows before are whole.
+        OSError: naming the file; the rows written before are whole.
     """
 
     def __init__(
@@ -110,42 +113,45 @@ class RunWriter:
             self._lock = stack.pop_all()
 
     def rollout(self, step: SupportsIndex, *, reward: Any, **metrics: Any) -> None:
-        """One sampled batch. `step` counts batches from 0; `reward`: mean over its responses, None where unknown."""
+        """Write the row of one sampled batch. `step` counts batches from 0; `reward`: mean over its responses, None
+        where unknown."""
         self.row("rollout", step, reward=reward, **metrics)
 
     def update(self, step: SupportsIndex, update: SupportsIndex, **metrics: Any) -> None:
-        """One optimizer step on the batch `step`; `update` counts from 1 within it."""
+        """Write the row of one optimizer step on the batch `step`; `update` counts from 1 within the batch."""
         self.row("update", step, update=update, **metrics)
 
     def probe(self, step: SupportsIndex, update: SupportsIndex, **metrics: Any) -> None:
-        """What an update changed on fixed tokens: old policy of the step against the weights after `update`."""
+        """Write the row of a probe: what an update changed on fixed tokens, from the old policy of the step to the
+        weights after `update`."""
         self.row("probe", step, update=update, **metrics)
 
     def eval(self, step: SupportsIndex, **metrics: Any) -> None:
-        """Held-out prompts."""
+        """Write the row of an evaluation on held-out prompts."""
         self.row("eval", step, **metrics)
 
     def timing(self, step: SupportsIndex, *, seconds: float, **metrics: Any) -> None:
-        """Wall time of a step."""
+        """Write the row of the wall time of a step, in seconds."""
         self.row("step", step, seconds=seconds, **metrics)
 
     def engine(self, step: SupportsIndex, pair: str, *, update: SupportsIndex = 0, **metrics: Any) -> None:
-        """The gap between two engines' scores of the same tokens: `pair` engines, engines_replayed, rollout_to_new."""
+        """Write the row of the gap between two engines' scores of the same tokens. pair: which two, that is `engines`,
+        `engines_replayed` or `rollout_to_new`."""
         self.row("engine", step, pair=pair, update=update, **metrics)
 
     def tokens(self, step: SupportsIndex, **columns: Any) -> None:
-        """`tokens/step_NNNNNN.parquet`: a row per response token and update, for the figures and views of tokens.
+        """Write `tokens/step_NNNNNN.parquet`: a row per response token and update, for the figures and views of tokens.
 
         columns: arrays of one length, named as in the section "tokens" of docs/metrics.md: `seq`, `pos`, `token`,
-            `update`, `flips`, `old_logp` and `logp_natural` are needed; `logp_replayed`, `reward` and `text` where they
-            are known. All updates of a step at once or one after the other; an update that is there is replaced.
+            `update`, `flips`, `old_logp` and `logp_natural` are needed; `logp_replayed`, `reward` and `text` may be
+            left out. Write all updates of a step at once or one after the other; an update that is there is replaced.
         """
         self._open()
         path = self.folder / "tokens" / f"step_{index_of(step, 'step', 'tokens', 0):06d}.parquet"
         write_table(path, with_other_updates(path, token_columns(columns)))
 
     def row(self, kind: str, step: SupportsIndex, /, **metrics: Any) -> None:
-        """A row of any kind of `ROWS`, with its keys among the metrics."""
+        """Write a row of any kind of `ROWS`; the keys of that kind are among the metrics."""
         if kind not in ROWS:
             raise RunFolderError(f"no kind of row {kind!r}{nearest(kind, ROWS)}")
         step = index_of(step, "step", kind, 0)
@@ -171,21 +177,22 @@ class RunWriter:
 
     @property
     def next_step(self) -> int:
-        """One more than the last step that has a row; 0 in a new folder. Evaluations do not count: that of step k comes
-        after k batches."""
+        """Return the step to write next: one more than the last step that has a row, 0 in a new folder. Evaluations do
+        not count, because the evaluation of step k comes after k batches."""
         return max((step for kind, step in self._last.items() if kind != "eval"), default=-1) + 1
 
     def rewind(self, step: SupportsIndex) -> int:
-        """Drop the rows of `step` and later, to be written again, and their tokens; how many rows there were."""
+        """Drop the rows of `step` and later steps, and their tokens, so that they can be written again; return how many
+        rows there were."""
         first = index_of(step, "step", "rewind", 0)
         dropped = self._drop(lambda row: row["step"] >= first)
         self._drop_tokens(first, 0)
         return dropped
 
     def keep_updates(self, count: SupportsIndex) -> int:
-        """Drop what was written after the first `count` update rows and the probes of the last of them, and the tokens
-        of it; how many rows there were. For a trainer that returns to a checkpoint inside a batch and samples another
-        batch there."""
+        """Drop what was written after the first `count` update rows and the probes of the last of these updates, with
+        the tokens measured there; return how many rows there were. For a trainer that returns to a checkpoint inside a
+        batch and samples another batch there."""
         count = index_of(count, "count", "keep_updates", 0)
         updates, last, over = 0, None, False
 
@@ -204,6 +211,7 @@ class RunWriter:
         return dropped
 
     def _drop(self, wanted: Callable[[dict[str, Any]], bool]) -> int:
+        """Remove the rows that `wanted` selects; return how many there were."""
         self._open()
         kept, dropped = [], 0
         for line, row in read_rows(self._metrics):
@@ -218,7 +226,8 @@ class RunWriter:
         return dropped
 
     def _drop_tokens(self, step: int, update: int) -> None:
-        """Tables of tokens after `step`, and in its own what was measured after its first `update` updates."""
+        """Remove the tables of tokens after `step`, and from the table of `step` what was measured after its first
+        `update` updates."""
         for path in sorted((self.folder / "tokens").glob("step_*.parquet")):
             number = int(path.stem.removeprefix("step_"))
             table = read_table(path) if number == step and update else None
@@ -229,13 +238,13 @@ class RunWriter:
                 path.unlink()
 
     def finish(self) -> None:
-        """The run is complete: write DONE and let go of the folder."""
+        """Write DONE, which says that the run is complete, and release the folder."""
         self._open()
         write_done(self.folder, seconds=round(time.time() - self._started, 1))
         self.close()
 
     def close(self) -> None:
-        """Let go of the folder, unfinished: without DONE it can be gone on with."""
+        """Release the folder without DONE, so that the run can go on later."""
         self._lock.close()
         self._closed = True
 
@@ -249,18 +258,21 @@ class RunWriter:
             try:
                 if not self._closed:
                     self.finish()
-            finally:  # a full disk, too: whoever opens the folder again finishes it
+            finally:  # also when the disk is full: whoever opens the folder again can finish the run
                 self.close()
             return
-        with suppress(OSError):  # what happened first is what matters
+        with suppress(OSError):  # the exception of the block matters more than one of the log
             write_atomic(self._failure, "".join(traceback.format_exception(error)))
         self.close()
 
     def _open(self) -> None:
+        """Raise RunFolderError if this writer was closed."""
         if self._closed:
             raise RunFolderError(f"{self.folder}: this writer was closed; open another one to go on")
 
     def _append(self, row: dict[str, Any]) -> None:
+        """Append one row to `metrics.jsonl` and flush the file to the disk; a row that cannot be written whole is
+        removed."""
         self._open()
         line = json_line(row)
         with naming(self._metrics), open(self._metrics, "ab", buffering=0) as file:
@@ -275,11 +287,12 @@ class RunWriter:
                 raise
 
     def _remember(self, kind: str, key: tuple[Any, ...]) -> None:
+        """Note that the row of this kind and key is there."""
         self._seen.add(key)
         self._last[kind] = max(key[1], self._last.get(kind, 0))
 
     def _read(self) -> None:
-        """Learn which rows are there, and remove a last line that was cut off."""
+        """Note which rows are there, and remove a last line that was cut off."""
         self._seen, self._last = set(), {}
         if not self._metrics.exists():
             write_atomic(self._metrics, b"")
@@ -292,6 +305,8 @@ class RunWriter:
                 os.truncate(self._metrics, size)
 
     def _keep_config(self, config: dict[str, Any], defaults: dict[str, Any], free: Collection[str]) -> None:
+        """Write config.yaml. Raises RunFolderError if the folder holds a run of another configuration, or other files
+        and no run."""
         import yaml
 
         path = self.folder / "config.yaml"
@@ -324,6 +339,7 @@ class RunWriter:
 
 
 def _run_folder(folder: Path, arm: str, seed: SupportsIndex) -> Path:
+    """Return the run's folder. Raises RunFolderError for an arm, a seed or a folder that cannot be right."""
     if not isinstance(arm, str) or not re.fullmatch(r"\w[\w.+=-]*", arm):
         raise RunFolderError(f"arm {arm!r}: a folder is named so; use text of letters, digits, and . _ - + =")
     refusal = arm_refusal(arm)
@@ -342,6 +358,7 @@ def _run_folder(folder: Path, arm: str, seed: SupportsIndex) -> Path:
 
 
 def _environment(command: str) -> dict[str, Any]:
+    """Return what `env.json` says of this start: versions of packages, platform, command and time."""
     versions = {name: version_of(name) for name in PACKAGES}
     return {
         "written_by": "moe_rl.study.RunWriter",

@@ -1,4 +1,5 @@
-"""Rows of `metrics.jsonl`: their kinds, the keys that tell them apart, and what a metric may hold."""
+"""Rows of `metrics.jsonl` and tables of tokens: kinds of rows, the keys that tell rows apart, and checks of their
+values."""
 
 import math
 import operator
@@ -21,10 +22,10 @@ ROWS: dict[str, tuple[str, ...]] = {
     "decomposition": ("update",),
     "floor": ("variant",),
 }
-"""Kind of row in metrics.jsonl -> what tells rows of one step apart."""
+"""Kind of row in metrics.jsonl -> the fields, besides `step`, that tell rows of this kind apart."""
 
 _TYPES: dict[str, Any] = {"step": int, "update": int, "pair": str, "variant": str, "reward": int | float | None}
-"""What these must be where they are; the others are numbers, texts and lists."""
+"""Types that these fields must have where they are present; all other fields are numbers, texts and lists."""
 
 _CLIPPED = ("clip_fraction", "clip_frac", "clip_ratio", "clipfrac", "pg_clipfrac")
 OTHER_NAMES = {
@@ -33,14 +34,14 @@ OTHER_NAMES = {
     "kl": "k3 (to the old policy) or ref_kl (to the reference)",
     **dict.fromkeys(("approx_kl", "ppo_kl"), "k3 (to the old policy)"),
 }
-"""What other trainers call a metric, and ours."""
+"""Names that other trainers give a metric -> the name here."""
 
 FOREIGN = "/"
-"""A metric whose name has a slash is not ours: it is kept as it is (`mine/kl`)."""
+"""A metric whose name has a slash is the trainer's own, and is kept as it is (`mine/kl`)."""
 
 
 def row_problem(row: Any) -> str:
-    """Why a value that JSON held cannot be a row that a run wrote; empty if it can. One of an unknown kind can."""
+    """Return why a JSON value cannot be a row that a run wrote; empty if it can. A row of an unknown kind can."""
     if not isinstance(row, dict):
         return f"expected an object, got {type(row).__name__}"
     kind = row.get("kind")
@@ -58,13 +59,15 @@ def row_problem(row: Any) -> str:
 
 
 def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells a row from the others of its kind in a run: its step first. Of rows with one key the last counts: a
-    run that went on wrote them again, or `rollout.lag` sampled several batches in the first step."""
+    """Return what tells a row from the others of its kind in a run, its step first. Of several rows with one key the
+    last counts: a run that was resumed wrote the row again, or `rollout.lag` sampled several batches in the first
+    step."""
     return (row["step"], *(row[name] for name in ROWS.get(row["kind"], ())))
 
 
 def checked(kind: str, name: str, value: Any) -> Any:
-    """A metric's value as JSON holds it; RunFolderError for an unknown name or a value that does not fit it."""
+    """Return a metric's value as JSON holds it. Raises RunFolderError for an unknown name or a value that does not fit
+    it."""
     from moe_rl.measure.catalogue import CATALOGUE, find
 
     value = json_value(value, f"{kind} row, {name}")
@@ -87,13 +90,14 @@ def checked(kind: str, name: str, value: Any) -> Any:
         raise RunFolderError(f"{kind} row, {name}: expected {wanted}, got {value!r}")
     words = metric.unit in ("name", "names", "words")
     items = [item for item in (value if metric.is_list else [value]) if item is not None]
-    other = list if metric.unit == "boolean" else (list, bool)  # a list in a list: a tensor [1, L], say
+    other = list if metric.unit == "boolean" else (list, bool)  # a list in a list, e.g. of a tensor [1, L]
     if any(isinstance(item, other) for item in items) or any(isinstance(item, str) != words for item in items):
         raise RunFolderError(f"{kind} row, {name}: expected {'text' if words else 'numbers'}, got {value!r}")
     return value
 
 
 def check_lists(kind: str, values: dict[str, Any]) -> None:
+    """Raise RunFolderError if the lists of a row by site, or those by layer, differ in length."""
     for of in ("site", "layer"):
         lengths = {name: len(v) for name, v in values.items() if name.startswith(f"{of}_") and isinstance(v, list)}
         if len(set(lengths.values())) > 1:
@@ -101,7 +105,8 @@ def check_lists(kind: str, values: dict[str, Any]) -> None:
 
 
 def check_counts(kind: str, values: dict[str, Any]) -> None:
-    """Raises RunFolderError where more changed than there is: `slots_changed` over `slots` and its kin are shares."""
+    """Raise RunFolderError if more changed than there is: `slots_changed` over `slots`, and every other pair of such
+    names, is a share."""
     for name in values:
         of = name.removesuffix("_changed")
         if of == name or of not in values or "/" in name:  # a name with a slash is the trainer's own
@@ -113,9 +118,10 @@ def check_counts(kind: str, values: dict[str, Any]) -> None:
 
 
 def index_of(value: SupportsIndex, name: str, kind: str, least: int) -> int:
-    """A whole number, of any integer type; RunFolderError for others, and below `least`."""
+    """Return a whole number of any integer type as an int. Raises RunFolderError for other values and for those below
+    `least`."""
     try:
-        number = int(operator.index(value))  # of True it is True
+        number = int(operator.index(value))  # operator.index(True) is True
     except TypeError:
         number = least - 1
     if number < least:
@@ -124,11 +130,13 @@ def index_of(value: SupportsIndex, name: str, kind: str, least: int) -> int:
 
 
 def words_of(kind: str, key: tuple[Any, ...]) -> str:
+    """Return the key of a row in words."""
     return ", ".join(f"{name} {value}" for name, value in zip(("step", *ROWS[kind]), key[1:], strict=True))
 
 
 def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Whole lines and the rows in them; a last line without its end is left out."""
+    """Yield every whole line of a file of rows with the row in it; a last line without its end is left out. Raises
+    RunFolderError for a damaged line."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -145,13 +153,14 @@ def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 TOKEN_COLUMNS = ("seq", "pos", "token", "update", "flips", "old_logp", "logp_natural")
-"""Columns of tokens/*.parquet that are needed."""
+"""Columns of tokens/*.parquet that are required."""
 MORE_TOKEN_COLUMNS = ("logp_replayed", "reward", "text")
 _WHOLE = TOKEN_COLUMNS[:5]
 
 
 def token_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns of a table of tokens, checked: names, one length, kinds of values; numbers that are left out are NaN."""
+    """Return the columns of a table of tokens as arrays, after checking names, equal length and types. Missing numbers,
+    and a missing column `logp_replayed` or `reward`, are NaN."""
     import numpy as np
 
     for name in columns:
@@ -166,7 +175,7 @@ def token_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
             held = [math.nan if item is None else item for item in held]
         array = np.asarray(held, dtype=object if name == "text" else None)
         kinds = "O" if name == "text" else "iu" if name in _WHOLE else "iuf"
-        if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):  # without rows it is float64
+        if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):  # an empty array is float64
             wanted = "texts" if name == "text" else "whole numbers" if name in _WHOLE else "numbers"
             raise RunFolderError(f"tokens: {name} must be a list of {wanted}, got {array.dtype} {list(array.shape)}")
         if name == "text" and (strange := [item for item in held if not isinstance(item, str | None)]):
@@ -185,7 +194,8 @@ def token_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_other_updates(path: Path, columns: dict[str, Any]) -> dict[str, Any]:
-    """Columns of a table of tokens, and with them, in the order of updates, what `path` holds of other updates."""
+    """Return the columns of a table of tokens together with the rows of other updates in the table at `path`, in the
+    order of updates."""
     import pyarrow as pa
 
     if not path.exists():

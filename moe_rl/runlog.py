@@ -1,4 +1,4 @@
-"""`metrics.jsonl` as training writes it: a row at a time, and known again by a run that goes on."""
+"""`metrics.jsonl` as training writes it: one row at a time, and compared with the checkpoint when a run is resumed."""
 
 import hashlib
 import json
@@ -14,16 +14,17 @@ from moe_rl.tables import TABLES
 
 
 class RunFolderError(ValueError):
-    """A row, a name or a folder that cannot be right; the message says what, where, and what to do."""
+    """An error in a row, a name or a folder, which cannot be right; the message says what, where, and what to do."""
 
 
 class DamagedMetricsError(RuntimeError):
-    """`metrics.jsonl` or a table is not what its checkpoint saw; the message names file and line and what to do."""
+    """An error: `metrics.jsonl` or a table is not what its checkpoint recorded; the message names file, line and what
+    to do."""
 
 
 class Mark(NamedTuple):
-    """How far a run had written: bytes of `metrics.jsonl`, their SHA-256, and bytes of each table by name (None: by an
-    earlier version, which did not say)."""
+    """The place up to which a run has written: bytes of `metrics.jsonl`, their SHA-256 sum, and bytes of each table by
+    name (None in a mark of an earlier version, which did not record tables)."""
 
     bytes: int
     sha256: str
@@ -59,7 +60,8 @@ class RunLog:
             self.listener(row)
 
     def mark(self) -> Mark:
-        """Flush to the disk; what a checkpoint keeps, so that a resumed run knows its rows again."""
+        """Flush to the disk what was written, and return its `Mark`, which a checkpoint keeps so that a resumed run can
+        recognise its rows."""
         with naming(self.path), open(self.path, "ab") as file:
             os.fsync(file.fileno())
         for place in {self.path.parent / Path(pattern).parent for pattern in TABLES}:
@@ -68,11 +70,11 @@ class RunLog:
         return Mark(self._bytes, self._digest.hexdigest(), sizes(self.path.parent, *TABLES))
 
     def resume(self, mark: Mark | None) -> bool:
-        """Drop the rows and tables behind `mark`, which the resumed run writes again; None (no checkpoint): all of
-        them. Whether any rows were there.
+        """Drop the rows and tables behind `mark`, which the resumed run writes again (all rows and tables if `mark` is
+        None, because there is no checkpoint); return whether there were any such rows.
 
         Raises:
-            DamagedMetricsError: what was written before it is not there, or not as it was. Nothing is changed then.
+            DamagedMetricsError: what was written before `mark` is missing or has changed. Nothing is dropped then.
         """
         size, sha256, tables = mark or Mark(0, hashlib.sha256().hexdigest(), {})
         written = self.path.read_bytes() if self.path.exists() else b""
@@ -94,13 +96,13 @@ class RunLog:
 
 
 def json_line(row: dict[str, Any]) -> bytes:
-    """A row as `metrics.jsonl` holds it."""
+    """Return a row as its line of `metrics.jsonl`."""
     return json.dumps(row, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def json_value(value: Any, where: str) -> Any:
-    """A metric as JSON holds it: tensors and arrays as lists, null for what is not finite. RunFolderError, naming
-    `where`, for any other kind of value."""
+    """Return a metric as JSON holds it: tensors and arrays as lists, None for numbers that are not finite. Raises
+    RunFolderError, naming `where`, for any other kind of value."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):

@@ -1,17 +1,18 @@
-"""Nested settings as plain data, as a run keeps them in its `config.yaml`: what differs, and what an earlier version
-did not know yet. Every room may use it; it knows none of them."""
+"""Nested settings as plain data, as a run keeps them in its `config.yaml`: their differences, and defaults for what an
+earlier version did not know yet. Every subpackage may import this module; it imports none of them."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 FREE = ("checkpoint_every", "keep_policy_every", "tracker")
-"""Settings of a run of moe_rl that change none of its numbers and tables: what else is kept, where rows are sent as
-well. It may go on with others, and arms that differ in them are one experiment."""
+"""Settings of a run of moe_rl that change none of its numbers and tables, only what else is kept and where rows are
+also sent. A run may go on with other values of them, and arms that differ in them are one experiment."""
 
 
 def differences(a: Any, b: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted fields in which two nested mappings differ, with both values; one that is not there counts as None."""
+    """Return the dotted fields in which two nested mappings differ, each with both values; a missing field counts as
+    None."""
     if isinstance(a, dict) and isinstance(b, dict):
         found: dict[str, tuple[Any, Any]] = {}
         for key in [*a, *(k for k in b if k not in a)]:
@@ -21,8 +22,8 @@ def differences(a: Any, b: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
 
 
 def at(settings: Any, *names: str) -> Any:
-    """What nested mappings hold under these names, one inside the other; None where something else is on the way, as in
-    a file of another trainer may be.
+    """Return what nested mappings hold under these names, one inside the other. None if a name is missing or something
+    else than a mapping is on the way, as may be in a file of another trainer.
 
     >>> at({"optim": {"steps": 31}}, "optim", "steps"), at({"optim": "adam"}, "optim", "steps")
     (31, None)
@@ -33,7 +34,7 @@ def at(settings: Any, *names: str) -> Any:
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted names.
+    """Return nested mappings as one mapping with dotted names.
 
     >>> flatten({"optim": {"steps": 31}, "seed": 0})
     {'optim.steps': 31, 'seed': 0}
@@ -46,13 +47,13 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def listed(changed: Mapping[str, tuple[Any, Any]], most: int = 5) -> str:
-    """What `differences` found, in words."""
+    """Return what `differences` found in words, at most `most` fields."""
     words = "; ".join(f"{name}: {a!r} there, {b!r} now" for name, (a, b) in list(changed.items())[:most])
     return words + (f" and {len(changed) - most} more" if len(changed) > most else "")
 
 
 def laid_over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`changes` laid over `base`; mappings merge, everything else replaces."""
+    """Return a copy of `base` with `changes` laid over it; mappings merge, everything else replaces."""
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
@@ -61,7 +62,7 @@ def laid_over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def plain(value: Any) -> Any:
-    """Nested dataclasses, mappings and sequences as mappings and lists."""
+    """Return nested dataclasses, mappings and sequences as dictionaries and lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -72,8 +73,8 @@ def plain(value: Any) -> Any:
 
 
 def with_defaults(stored: Any, now: Any) -> Any:
-    """`stored`, which some version wrote of a dataclass like `now`, with every field that it lacks at that field's
-    default: what a run did before there was the field.
+    """Return `stored`, which some version wrote of a dataclass like `now`, with every missing field set to that field's
+    default, which is what a run did before the field existed.
 
     >>> @dataclasses.dataclass
     ... class Settings:

@@ -1,5 +1,5 @@
-"""`env.json` of a run: versions of packages; and of one that goes on, begun perhaps by other versions or on another
-machine. Every room may use it; it knows none of them."""
+"""`env.json` of a run: versions of packages and, for a resumed run, the environments of earlier starts, perhaps of
+other versions or another machine. Every subpackage may import this module; it imports none of them."""
 
 import importlib.metadata
 import json
@@ -11,7 +11,8 @@ from moe_rl.checks import parse_json
 
 OF_THE_POLICY = ("weights_sha256", "cold_start")
 BEGUN_WITH = (*OF_THE_POLICY, "task_sha256")
-"""What a run starts from: of its first start, whatever a later one loads before it restores the checkpoint."""
+"""Keys of what a run starts from. They keep the values of the first start, whatever a later start loads before it
+restores the checkpoint."""
 EARLIER = "earlier"
 _OF_ONE_START = ("started", "command", EARLIER, *BEGUN_WITH)
 
@@ -20,7 +21,7 @@ NOT_INSTALLED = "not installed"
 
 
 def version_of(package: str) -> str:
-    """The installed version, or NOT_INSTALLED."""
+    """Return the installed version of a package, or NOT_INSTALLED."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -28,8 +29,8 @@ def version_of(package: str) -> str:
 
 
 def begun_under(folder: Path, now: Mapping[str, Any]) -> dict[str, Any]:
-    """What the `env.json` of a run that goes on holds besides `now`, its environment from here on: what the run began
-    with, and under `earlier` the environments before that were others, oldest first, without their commands."""
+    """Return what the `env.json` of a resumed run holds besides `now`, its environment from here on: what the run began
+    with and, under `earlier`, the previous environments that differ, oldest first, without their commands."""
     try:
         old = parse_json((folder / "env.json").read_bytes())
     except (OSError, ValueError):
@@ -44,7 +45,7 @@ def begun_under(folder: Path, now: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environments(environment: Any) -> list[dict[str, Any]]:
-    """All under which a run was made, by its `env.json`: the earlier ones, then the last."""
+    """Return all environments in which a run was made, from its `env.json`: the earlier ones, then the last."""
     if not isinstance(environment, dict):
         return []
     earlier = environment.get(EARLIER)
@@ -53,4 +54,5 @@ def environments(environment: Any) -> list[dict[str, Any]]:
 
 
 def _machine(start: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of an environment that several starts can share: versions and machine."""
     return {name: value for name, value in start.items() if name not in _OF_ONE_START}

@@ -1,8 +1,9 @@
-"""Parquet files that know whether they are whole. Every room may use it; it knows none of them.
+"""Parquet files with a checksum of their whole content. Every subpackage may import this module; it imports none of
+them.
 
-Parquet's own page checksums leave headers and footer uncovered, and a damaged footer reaches the parser first. So just
-before the footer, where no reader looks, stand `MARK` and the SHA-256 of all other bytes; they are checked before
-anything is parsed. Files of other programs, and of earlier versions, have no mark and are read as they are.
+Parquet's own page checksums leave headers and footer uncovered, and a damaged footer reaches the parser first.
+Therefore `MARK` and the SHA-256 of all other bytes are written just before the footer, where no reader looks, and are
+checked before anything is parsed. Files of other programs, and of earlier versions, have no mark and are not checked.
 """
 
 import contextlib
@@ -20,17 +21,18 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 TABLES = ("tokens/*.parquet", "routes/*.parquet")
-"""Where a run folder has tables."""
+"""Patterns of the tables in a run folder."""
 MARK = bytes.fromhex("a3f1c85e9d0b47628e15d7f03c6ab924")
 SEALED = b"moe_rl.sealed"
-"""Key in the schema's metadata that says that there is a mark, so that a damaged one is not taken for none."""
+"""Key in the schema's metadata that says that the file has a mark, so that a damaged mark is not taken for a missing
+one."""
 FOOTER_MARK = bytes.fromhex("5b27e0941fd84ac3b6697d02f1ac83e5")
-"""Before `MARK`, with the SHA-256 of the footer after it, so that parts of a file can be read and trusted."""
+"""Bytes before `MARK` that the SHA-256 of the footer follows, so that parts of a file can be read and trusted."""
 DIGEST = hashlib.sha256().digest_size
 
 
 class DamagedTableError(ValueError):
-    """A Parquet file that is not what was written, or none; the message names it."""
+    """An error: a Parquet file is missing, unreadable or not what was written; the message names the file."""
 
 
 def write_table(
@@ -39,11 +41,12 @@ def write_table(
     metadata: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """One immutable Parquet file (zstd), written atomically; `metadata` goes to the schema as JSON strings.
+    """Write one immutable Parquet file (zstd) with its checksums, atomically; `metadata` goes to the schema as JSON
+    strings.
 
     Args:
-        columns: of the whole table, or of one row group after the other.
-        options: others of `pyarrow.parquet.ParquetWriter`.
+        columns: those of the whole table, or of one row group after the other.
+        options: further options of `pyarrow.parquet.ParquetWriter`.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -57,17 +60,17 @@ def write_table(
         for group in itertools.chain([first], groups):
             writer.write_table(group.replace_schema_metadata(schema.metadata))
     data = sink.getvalue().to_pybytes()
-    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")  # ends with its length and PAR1
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")  # the footer ends with its length and PAR1
     pages = data[:footer] + FOOTER_MARK + hashlib.sha256(data[footer:]).digest()
     digest = hashlib.sha256(pages + data[footer:]).digest()
     write_atomic(path, pages + MARK + digest + data[footer:])
 
 
 def read_table(path: str | Path) -> "pyarrow.Table":
-    """A Parquet file as a table.
+    """Read a Parquet file as a table, after comparing its content with its checksum, if the file has one.
 
     Raises:
-        DamagedTableError: missing, unreadable, or not the bytes that `write_table` wrote; names the file.
+        DamagedTableError: the file is missing, unreadable, or not the bytes that `write_table` wrote; names the file.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -80,7 +83,7 @@ def read_table(path: str | Path) -> "pyarrow.Table":
         raise DamagedTableError(f"{path} is damaged: its content is not what was written")
     try:
         table = pq.ParquetFile(pa.BufferReader(data)).read()
-    except Exception as error:  # pyarrow raises many kinds; the file is what matters
+    except Exception as error:  # pyarrow raises many kinds, without the file's name
         raise DamagedTableError(f"{path}: not a readable Parquet file ({error}); copied incompletely?") from error
     if place < 0 and SEALED in (table.schema.metadata or {}):
         raise DamagedTableError(f"{path} is damaged: its checksum is not what was written")
@@ -88,8 +91,9 @@ def read_table(path: str | Path) -> "pyarrow.Table":
 
 
 def open_table(path: str | Path) -> "pyarrow.parquet.ParquetFile":
-    """A file of `write_table` of which parts are to be read: the footer is checked now, and each page when it is read
-    if it was written with `write_page_checksum`. Files without these checks are read whole, and checked, first.
+    """Open a file of `write_table` to read parts of it. The footer is checked now, and each page when it is read if the
+    file was written with `write_page_checksum`. A file without a checksum of its footer is read whole, and checked,
+    first.
 
     Raises:
         DamagedTableError: as `read_table`.
@@ -111,7 +115,8 @@ def open_table(path: str | Path) -> "pyarrow.parquet.ParquetFile":
 
 
 def seal_of(path: str | Path) -> str | None:
-    """The checksum that stands in a file of `write_table`, in hexadecimal, the content unseen; None: there is none.
+    """Return the checksum stored in a file of `write_table`, in hexadecimal, without reading the content; None if there
+    is none.
 
     Raises:
         DamagedTableError: the file cannot be read.
@@ -122,6 +127,7 @@ def seal_of(path: str | Path) -> str | None:
 
 @contextlib.contextmanager
 def _reading(path: str | Path) -> Iterator[None]:
+    """Context manager: turn an OSError into a DamagedTableError that names the file."""
     try:
         yield
     except OSError as error:
@@ -129,7 +135,7 @@ def _reading(path: str | Path) -> Iterator[None]:
 
 
 def _tail(path: str | Path) -> tuple[bytes, bytes]:
-    """What stands before a Parquet file's footer, two marks and checksums long; and the footer, length included."""
+    """Return the bytes before a Parquet file's footer, two marks and checksums long, and the footer with its length."""
     with _reading(path), open(path, "rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 8))
@@ -141,7 +147,7 @@ def _tail(path: str | Path) -> tuple[bytes, bytes]:
 
 
 def header_of(table: "pyarrow.Table | pyarrow.parquet.ParquetFile") -> dict[str, Any]:
-    """The `metadata` that `write_table` was given; what other programs put there and is no JSON is left out."""
+    """Return the `metadata` that `write_table` was given; what other programs put there and is no JSON is left out."""
     found: dict[str, Any] = {}
     schema = table.schema_arrow if hasattr(table, "schema_arrow") else table.schema
     for key, value in (schema.metadata or {}).items():

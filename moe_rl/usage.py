@@ -1,8 +1,7 @@
-"""What the command line says of itself: pages that answer at once, without torch and without a configuration.
+"""Help pages of the command line, which are printed at once, without torch and without a configuration.
 
 `first_page` is the help of the two commands that take a whole configuration; the complete list (`--help-all`) is made
-from the configuration's own fields.
-"""
+from the configuration's own fields."""
 
 import shutil
 import textwrap
@@ -22,7 +21,7 @@ SUMMARY = {
     "compare-routes": "how two files of routes of the same tokens differ, e.g. of the rollout and the training engine",
     "doctor": "what this machine can run, and what a study would need",
 }
-"""The commands, in the order of the help."""
+"""The commands with what they do, in the order of the help."""
 
 CONFIGURATION = {
     "--optim.steps N": "RL steps; each samples one batch of responses",
@@ -59,7 +58,7 @@ RUN_OPTIONS = {
 
 
 def root_page() -> str:
-    """`moe-rl --help`."""
+    """Return the page of `moe-rl --help`."""
     return "\n\n".join(
         (
             "usage: moe-rl COMMAND ...",
@@ -74,7 +73,8 @@ def root_page() -> str:
 
 
 def studies_page() -> str:
-    """`moe-rl study` alone: the shipped studies, each under the first question of docs/findings.md that it answers."""
+    """Return the page of `moe-rl study` without arguments: the shipped studies, each under the first question of
+    docs/findings.md that it answers."""
     places = shipped_studies()
     found = {name: outline(path) for name, path in places.items()}
     lists = {name: study for name, study in found.items() if study.studies}
@@ -106,7 +106,7 @@ def studies_page() -> str:
 
 
 def first_page(command: str, word: str, file: Path | None) -> str:
-    """The help of `study` or `run`: the options that people use and, given a study file, its arms and seeds.
+    """Return the help of `study` or `run`: the options that people use and, given a study file, its arms and seeds.
 
     Args:
         word: what was written for the file; empty if nothing was.
@@ -134,7 +134,7 @@ def first_page(command: str, word: str, file: Path | None) -> str:
 
 
 def study_summary(found: Outline) -> str:
-    """A study's question, arms and seeds; of a list of studies the question and their names."""
+    """Return a study's question, arms and seeds; for a list of studies, the question and the studies' names."""
     question = textwrap.fill(found.question, _width())
     if found.studies:
         return f"{question}\n\nstudies, one after the other: {' '.join(found.studies)}"
@@ -143,7 +143,7 @@ def study_summary(found: Outline) -> str:
 
 
 def _rows(title: str, rows: Mapping[str, str]) -> str:
-    """A list of two columns under its title."""
+    """Return a list of two columns under its title."""
     column = min(28, max((len(name) for name in rows), default=0) + 2)
     lines = [title]
     for name, words in rows.items():
@@ -157,4 +157,5 @@ def _rows(title: str, rows: Mapping[str, str]) -> str:
 
 
 def _width() -> int:
-    return max(40, min(110, shutil.get_terminal_size((100, 24)).columns))  # narrower ones wrap what is printed
+    """Return the width of the pages in letters."""
+    return max(40, min(110, shutil.get_terminal_size((100, 24)).columns))  # a narrower terminal wraps the lines itself

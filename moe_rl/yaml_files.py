@@ -1,31 +1,33 @@
-"""YAML as data: nothing in it is code, nothing in it is lost, and a few lines of it are not millions of values. Every
-room may use it; it knows none of them."""
+"""YAML as data: no code is run, no repeated key is accepted, and a few lines cannot stand for millions of values. Every
+subpackage may import this module; it imports none of them."""
 
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 LARGEST = 100_000
-"""Values in a file, aliases counted each time: a few lines of them can stand for more than any memory holds."""
+"""Most values in a file, those behind aliases counted each time: a few lines of aliases can stand for more values than
+any memory holds."""
 
 
 DEEPEST = 100
-"""Levels of nesting. libyaml's reader calls itself for each, and a hundred thousand of them end the process."""
+"""Most levels of nesting. libyaml's reader calls itself for each level, and a hundred thousand levels end the
+process."""
 
 
 MERGE = "tag:yaml.org,2002:merge"
 
 
 class YamlError(ValueError):
-    """A text that is no YAML, or none that we take; the message says where."""
+    """A text that is no YAML, or that `parse_yaml` refuses; the message says where."""
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """The value that a text stands for.
+    """Return the value of a YAML text.
 
     Raises:
-        YamlError: not YAML; a mapping with a key twice, of which one would be lost; more than `LARGEST` values; nested
-            deeper than `DEEPEST`.
+        YamlError: the text is not YAML, has a mapping with a repeated key (one of the values would be lost), has more
+            than `LARGEST` values, or is nested deeper than `DEEPEST`.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
@@ -37,7 +39,7 @@ def parse_yaml(text: str | bytes) -> Any:
         return yaml.load(text, _Loader)
     except YamlError:
         raise
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # bytes, dates and numbers that are none
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # also of bytes, dates and numbers that are not valid
         raise YamlError(f"not valid YAML: {error}") from error
     except RecursionError as error:
         raise YamlError("not valid YAML: nested too deeply") from error
@@ -50,7 +52,8 @@ else:
 
 
 class _Loader(_Safe):
-    """The safe loader, which would let the second of two equal keys win: a field would vanish."""
+    """The safe loader, without repeated keys (the second would win, and a field would vanish) and with at most
+    `LARGEST` values."""
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
@@ -59,22 +62,23 @@ class _Loader(_Safe):
         return node
 
     def _expanded(self, node: yaml.Node, known: dict[int, int]) -> int:
-        """Scalars below a node, those behind aliases counted each time."""
+        """Return the number of nodes from a node downwards, those behind aliases counted each time."""
         if id(node) not in known:
-            known[id(node)] = LARGEST + 1  # a node inside itself
+            known[id(node)] = LARGEST + 1  # for a node inside itself
             if isinstance(node, yaml.MappingNode):
-                self._refuse_twice(node)
+                self._refuse_repeated_keys(node)
             children = node.value if isinstance(node, yaml.CollectionNode) else ()
             parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
             known[id(node)] = 1 + sum(self._expanded(part, known) for part in parts)
         return known[id(node)]
 
-    def _refuse_twice(self, node: yaml.MappingNode) -> None:
-        """While `<<` is not merged yet: a key beside an inherited one overrides it, and is no second one."""
+    def _refuse_repeated_keys(self, node: yaml.MappingNode) -> None:
+        """Raise YamlError if a mapping has a key twice. `<<` must not be merged yet: a key beside an inherited one
+        overrides that one, and is no repetition."""
         seen = set[Any]()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
-                continue  # the former are refused when the mapping is made
+                continue  # other keys than scalars are refused when the mapping is made
             name = self.construct_object(key, deep=True)
             if name in seen:
                 raise YamlError(f"{key.value!r} is there twice in the mapping of line {node.start_mark.line + 1}")

@@ -3,7 +3,7 @@
     study.figures.reward(data)                        # a StudyFigure: matplotlib figure, plotted table, caption
     study.figures.draw_all("runs/replay_vs_gspo")     # PDF, SVG, PNG, CSV and caption of each
 
-Every figure is a file of `gallery/`, found by being there; `FIGURES` has them by name, in the order of the report.
+Every file of `gallery/` registers one figure; `FIGURES` has all figures by name, in the order of the report.
 """
 
 import warnings
@@ -37,18 +37,19 @@ def __dir__() -> list[str]:
 
 
 def each_figure(data: StudyData, skipped: list[str] | None = None) -> Iterator[StudyFigure]:
-    """All figures that the runs have data for, in the order of the report; reasons for the others are appended to
-    `skipped`, but for figures of another study's question, where nothing is missing.
+    """Yield all figures that the runs have data for, in the order of the report. The reasons why other figures are
+    missing are appended to `skipped`, except those of special figures, which answer another study's question: nothing
+    is missing there.
 
-    One figure that fails costs no report: its exception is a warning, which the tests take for an error, and a reason.
-    """
+    A figure that fails does not stop the report: its exception becomes a warning, which the tests take for an error,
+    and a reason in `skipped`."""
     for registered in FIGURES.values():
         try:
             yield registered(data)
         except NothingToDraw as error:
             if skipped is not None and not registered.special:
                 skipped.append(str(error))
-        except Exception as error:  # rows of other people's trainers hold what no figure was drawn from before
+        except Exception as error:  # rows of other trainers may hold what no figure was drawn from before
             reason = f"{registered.name}: {type(error).__name__}: {error}"
             warnings.warn(f"a figure failed: {reason}", RuntimeWarning, stacklevel=2)
             if skipped is not None:
@@ -66,8 +67,8 @@ def draw_all(path: str | Path, out: str | Path | None = None) -> list[Path]:
 
 
 def drawn_figures(path: str | Path, data: StudyData) -> tuple[list[StudyFigure], list[str]]:
-    """All of `each_figure`, and why the others are not there. Raises NothingToDraw for a study without any: what each
-    figure misses, or that no run has come so far."""
+    """Return all figures of `each_figure`, and the reasons why others are missing. Raises NothingToDraw for a study
+    without any figure; the message says what each figure lacks, or that no run has made a step."""
     skipped: list[str] = []
     figures = list(each_figure(data, skipped))
     if figures:
@@ -79,23 +80,24 @@ def drawn_figures(path: str | Path, data: StudyData) -> tuple[list[StudyFigure],
 
 
 def draw_some(path: str | Path, names: Sequence[str], out: str | Path | None = None) -> list[Path]:
-    """Draw these figures only; returns the files written.
+    """Draw these figures only; return the files written.
 
-    Raises ValueError for an unknown name, before anything is read, and NothingToDraw where the runs lack its data.
-    """
+    Raises ValueError for an unknown name, before any run is read, and NothingToDraw if the runs lack a figure's
+    data."""
     chosen = [named(name) for name in dict.fromkeys(names)]
     data = load(path)
     return _save([each(data) for each in chosen], data, out)
 
 
 def _save(figures: Sequence[StudyFigure], data: StudyData, out: str | Path | None) -> list[Path]:
+    """Write the files of figures into `out`, by default the study's folder `figures`; return the files written."""
     folder = Path(out).expanduser() if out is not None else data.folder / "figures"
     return [file for figure in figures for file in save_figure(figure, folder)]
 
 
 def named(name: str) -> Registered:
-    """The figure of this name, or of a file of yours: `path/to/file.py:name`. Raises ValueError with the nearest one
-    where there is none."""
+    """Return the figure of this name, or that of a file of yours: `path/to/file.py:name`. Raises ValueError, with the
+    nearest name, if there is none."""
     if ".py:" in name:
         return load_object(name, "figure", ValueError, Registered, "@figure")
     if name in FIGURES:

@@ -34,7 +34,8 @@ from moe_rl.study.statistics import seed_band
 
 
 def seed_tables(rows: pd.DataFrame, x: str, y: str) -> dict[str, pd.DataFrame]:
-    """arm -> table with rows x and one column per seed, mean over repeated rows; without arms that have no value."""
+    """Return for each arm the table of `y` with rows x and one column per seed, mean over repeated rows. Arms without
+    any value are left out."""
     wide = rows.groupby(["arm", x, "seed"], observed=True)[y].mean().unstack("seed")
     parts = wide.groupby(level="arm", observed=True, sort=False)
     tables = {str(arm): part.droplevel("arm").dropna(axis=1, how="all") for arm, part in parts}
@@ -42,7 +43,7 @@ def seed_tables(rows: pd.DataFrame, x: str, y: str) -> dict[str, pd.DataFrame]:
 
 
 def pooled_tables(rows: pd.DataFrame, changed: str, total: str, x: str) -> dict[str, pd.DataFrame]:
-    """As `seed_tables`, of the rate Σ changed / Σ total."""
+    """Return tables as `seed_tables` does, of the rate Σ changed / Σ total."""
     rates = pooled_rate(rows, changed, total, ["arm", x, "seed"])
     return seed_tables(rates.rename("rate").reset_index(), x, "rate")
 
@@ -50,11 +51,11 @@ def pooled_tables(rows: pd.DataFrame, changed: str, total: str, x: str) -> dict[
 def over_seeds(
     table: pd.DataFrame, geometric: bool = False, floor: float = -np.inf
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean over the columns, and the lower and upper end of its interval; `geometric`: of the logarithms. What is below
-    `floor` is set to it."""
+    """Return the mean over the columns and the lower and upper end of its interval; `geometric`: of the logarithms.
+    Results below `floor` are set to it."""
     values = table.to_numpy(dtype=float)
     if geometric:
-        with np.errstate(divide="ignore"):  # one zero makes the mean zero
+        with np.errstate(divide="ignore"):  # one zero makes the geometric mean zero
             values = np.log(values)
     mean = pd.DataFrame(values).mean(axis=1).to_numpy()
     low, high = seed_band(values.T)
@@ -63,7 +64,8 @@ def over_seeds(
 
 
 def summarise(table: pd.DataFrame, geometric: bool = False, **labels: Any) -> pd.DataFrame:
-    """Seeds as columns -> tidy rows: labels, x, n, mean, low, high (`over_seeds`) and each seed's value."""
+    """Return a table with seeds as columns as tidy rows: labels, x, n, mean, low, high (`over_seeds`) and each seed's
+    value."""
     mean, low, high = over_seeds(table, geometric)
     present = np.isfinite(table.to_numpy(dtype=float)).sum(1)
     columns = {**labels, str(table.index.name): table.index, "n": present, "mean": mean, "low": low, "high": high}
@@ -83,7 +85,8 @@ def draw_seeds(
     floor: float = -np.inf,
     **line: Any,
 ) -> Line2D:
-    """Mean over seeds and the band of their interval (`over_seeds`); thin lines for few seeds."""
+    """Draw the mean over seeds and the band of its interval (`over_seeds`), with thin lines for few seeds; return the
+    mean's line."""
     table = scale * table
     mean, low, high = over_seeds(table, geometric, floor)
     x = table.index.to_numpy()
@@ -103,14 +106,15 @@ def draw_seeds(
 def draw_arms(
     ax: Axes, data: StudyData, arms: Sequence[str], tables: Mapping[str, pd.DataFrame], **options: Any
 ) -> None:
-    """`draw_seeds` of these arms, as far as they have tables, each in its look and with its label."""
+    """Draw the lines of these arms with `draw_seeds`, each in its look and with its label; arms without a table are
+    skipped."""
     for arm, (look, label) in arm_looks(data, arms).items():
         if arm in tables:
             draw_seeds(ax, tables[arm], look, label, **options)
 
 
 def mark_collapses(ax: Axes, data: StudyData, arms: Sequence[str]) -> None:
-    """A cross at the foot of the axes for every run of these arms that collapsed."""
+    """Draw a cross at the foot of the axes for every run of these arms that collapsed, at the step of the collapse."""
     steps_of = final_rewards(data).set_index("arm")["collapse_steps"]
     for arm in arms:
         if steps := steps_of[arm]:
@@ -119,15 +123,15 @@ def mark_collapses(ax: Axes, data: StudyData, arms: Sequence[str]) -> None:
 
 
 def collapse_note(data: StudyData) -> str:
-    """What the crosses are, where there are some."""
+    """Return the sentence of a caption on the crosses of `mark_collapses`; empty if no run collapsed."""
     fell = bool(final_rewards(data)["collapsed"].any())
     return f" ×: step at which a run collapsed ({COLLAPSE_RULE})." if fell else ""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A row of `by_step`: the tables of its arms, its label, what it is multiplied by; `log`: on a log axis, `zero`:
-    on one that begins there."""
+    """A quantity that `by_step` draws: the tables of its arms, its label, and the factor `scale`; `log`: on a log axis,
+    `zero`: on an axis that begins at 0."""
 
     tables: Mapping[str, pd.DataFrame]
     label: str
@@ -142,9 +146,9 @@ def by_step(
     height: float,
     value: Callable[[pd.DataFrame], "pd.Series[float]"],
 ) -> tuple[Figure, str]:
-    """Several quantities against the step, a row for each and a column for each condition, with the steps at which runs
-    collapsed; where that would be crowded, a row per arm with `value` of every run. Returns how the interval is drawn,
-    too."""
+    """Draw several quantities against the step, a row of panels for each and a column for each condition, with the
+    steps at which runs collapsed; if that would be crowded, a row per arm with `value` of every run. Returns the
+    figure, and how the interval is drawn ("band" or "bar")."""
     if crowded(data):
         columns = [
             Column(one.label, [Dots.each(one.tables, value, one.scale)], log=one.log) for one in quantities.values()
@@ -172,7 +176,7 @@ Panels = list[tuple[Axes, tuple[str, ...]]]
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines as they were drawn: `panels` are axes with the arms in them; `frame` is the table of what is shown."""
+    """A drawn figure of lines: `panels` are axes with the arms in them; `frame` is the table of what is shown."""
 
     figure: Figure
     panels: Panels
@@ -183,8 +187,8 @@ class Curves:
         return [ax for ax, _ in self.panels]
 
     def legend(self, *extra: Artist) -> None:
-        """One legend above the panels, with `extra` behind the arms; those of small panels are in their titles, and in
-        no legend."""
+        """Draw one legend above the panels, with `extra` after the arms. Arms of small panels are in the titles
+        instead."""
         legend_above(self.figure, self.axes, extra)
 
 
@@ -203,10 +207,10 @@ def curves(
     ylim: Limits = (None, None),
     above: float = 0.0,
 ) -> Curves:
-    """A line per arm: panels by condition, or one small panel per arm where a condition has many of them.
+    """Draw a line per arm: panels by condition, or one small panel per arm if a condition has many arms.
 
     `scale` multiplies what is drawn (100 for per cent), not the table. `geometric`: mean and interval of the
-    logarithms, which a log axis of positive quantities needs (an interval of their mean may reach below 0).
+    logarithms, which a log axis of positive quantities needs (an interval of the plain mean may reach below 0).
     Means and bands are drawn at least at `floor`. `above`: inches left free above small panels, for a legend of what
     is drawn into them.
     """
@@ -217,7 +221,7 @@ def curves(
         figure, small = arm_grid(data, arms, above)
         looks, means = arm_looks(data, arms), {}
         for ax, arm in zip(small, arms, strict=True):
-            marker = "" if len(tables[arm]) > 1 else "o"  # one point makes no line
+            marker = "" if len(tables[arm]) > 1 else "o"  # a line of one point shows nothing
             draw_seeds(ax, tables[arm], looks[arm][0], "", thin=False, marker=marker, ls="-", lw=1.3, **how)
             ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
             means[arm] = pd.Series(over_seeds(scale * tables[arm], geometric, floor)[0], tables[arm].index)
@@ -228,11 +232,11 @@ def curves(
     figure, axes, each = condition_panels(data, 1.9)
     for i, (ax, one) in enumerate(zip(axes[0], each, strict=True)):
         draw_arms(ax, data, one.arms, tables, thin=thin, **how)
-        if one.stand_in in tables:  # by construction the replay run under noise: its mean, pale
+        if one.stand_in in tables:  # by construction equal to the replay run under noise: its mean, pale
             look, label = arm_looks(data, [str(one.stand_in)])[str(one.stand_in)]
             table = scale * tables[str(one.stand_in)]
             style: dict[str, Any] = {"ls": look.dash, "lw": 0.9, "alpha": 0.6}
-            style["marker"] = "" if len(table) > 1 else look.marker  # one point makes no line
+            style["marker"] = "" if len(table) > 1 else look.marker  # a line of one point shows nothing
             mean = over_seeds(table, geometric, floor)[0]
             ax.plot(table.index, mean, color=look.colour, label=f"{label}, its natural run", **style)
         step_axis(ax, xlabel if ax.xaxis.get_tick_params().get("labelbottom", True) else "")
@@ -250,7 +254,7 @@ def curves(
 def curve_frame(
     data: StudyData, tables: Mapping[str, pd.DataFrame], quantity: str = "", geometric: bool = False
 ) -> pd.DataFrame:
-    """The numbers of curves: `summarise` of every arm's table, with quantity, condition and arm."""
+    """Return the numbers of curves: `summarise` of every arm's table, with quantity, condition and arm."""
     labels = {"quantity": quantity} if quantity else {}
     parts = [
         summarise(tables[arm], geometric, **labels, condition=each.name, arm=arm)

@@ -1,4 +1,5 @@
-"""How the noise floor looks beside a change rate: dashed, black for own arithmetic, grey for a bf16 copy."""
+"""The noise floor in figures of change rates: dashed lines, black for own arithmetic, grey for a bf16 copy, and
+captions."""
 
 from typing import Any
 
@@ -12,7 +13,7 @@ FLOOR_LINES: dict[str, dict[str, Any]] = {
     "own": {"color": "#1a1a1a", "lw": 1.0, "ls": (0, (4, 2)), "label": "equal weights: own arithmetic", "zorder": 1},
     "bf16": {"color": GREY, "lw": 1.0, "ls": (0, (4, 2)), "label": "equal weights: bf16 copy", "zorder": 1},
 }
-"""The noise floor's two lines."""
+"""Styles of the noise floor's two lines."""
 
 WORDS = {
     "own": "own arithmetic (repeated, other batch shapes, other experts implementation)",
@@ -22,7 +23,8 @@ WHEN = "equal weights and tokens before the first update"
 
 
 def floor_note(floor: pd.DataFrame, start: str = "Dashed: noise floor") -> str:
-    """The change rates of `summary.noise_floor`, for a caption; empty where it was not measured."""
+    """Return the sentence of a caption on the change rates of `summary.noise_floor`; empty if the floor was not
+    measured."""
     if floor.empty:
         return ""
     values = [
@@ -34,7 +36,8 @@ def floor_note(floor: pd.DataFrame, start: str = "Dashed: noise floor") -> str:
 
 
 def gap_note(floor: pd.DataFrame, columns: dict[str, str]) -> str:
-    """Variances of `summary.noise_floor`'s kind (`columns`: name -> word), for a caption; empty where not measured."""
+    """Return the sentence of a caption on the variances of a noise floor (`columns`: name -> word); empty if not
+    measured."""
     known = {name: word for name, word in columns.items() if floor[name].notna().any()}
     if not known:
         return ""
@@ -46,7 +49,8 @@ def gap_note(floor: pd.DataFrame, columns: dict[str, str]) -> str:
 
 
 def draw_across(ax: Axes, rates: pd.Series, vertical: bool = False) -> None:
-    """One line per floor across an axes, without moving its limits: a floor outside them is left to the caption."""
+    """Draw one line per floor across an axes, without moving its limits: a floor outside them is left to the
+    caption."""
     limits = ax.get_xlim() if vertical else ax.get_ylim()
     for variant, rate in rates.items():
         if limits[0] <= rate <= limits[1]:
@@ -55,24 +59,26 @@ def draw_across(ax: Axes, rates: pd.Series, vertical: bool = False) -> None:
 
 
 def draw_along(ax: Axes, table: pd.DataFrame, **look: Any) -> None:
-    """One line per floor along the index of `table` (columns: floors), gaps left open."""
+    """Draw one line per floor along the index of `table` (columns: floors), with gaps where values are missing."""
     for floor in table.columns:
         x, y = table.index.to_numpy(dtype=float), table[floor].to_numpy(dtype=float)
         ax.plot(x, y, **{"marker": "", **FLOOR_LINES[str(floor)], **look})
 
 
 def draw_levels(ax: Axes, table: pd.DataFrame) -> None:
-    """A short mark per floor and value of a histogram with bars at 0, 1, ..; zeros have no place on a log axis."""
+    """Draw a short mark per floor and value into a histogram with bars at 0, 1, ..; zeros have no place on a log
+    axis."""
     for variant in table.columns:
         shown = table[variant][table[variant] > 0]
         if len(shown):
             x = shown.index.to_numpy(dtype=float)
-            ax.hlines(shown, x - 0.42, x + 0.42, color="white", lw=3, zorder=3)  # bars are dark too
+            ax.hlines(shown, x - 0.42, x + 0.42, color="white", lw=3, zorder=3)  # a white rim: bars are dark too
             ax.hlines(shown, x - 0.42, x + 0.42, **{**FLOOR_LINES[variant], "lw": 1.2, "zorder": 3})
 
 
 def draw_columns(ax: Axes, table: pd.DataFrame, **image: Any) -> np.ndarray:
-    """A heat map of `table` (rows: sites, columns: floors), dashed around so that it is no part of the others."""
+    """Draw `table` (rows: sites, columns: floors) as a heat map with a dashed frame, which tells it from the other
+    maps; return the values drawn."""
     values = table.to_numpy(dtype=float)
     ax.imshow(values, aspect="auto", interpolation="nearest", **image)
     ax.set_xticks(range(values.shape[1]), [str(floor) for floor in table.columns], fontsize=6.5)

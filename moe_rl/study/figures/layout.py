@@ -1,4 +1,4 @@
-"""Where arms stand: panels by condition while they are few, one small panel each when they are many."""
+"""The layout of panels: panels by condition while arms are few, one small panel per arm when arms are many."""
 
 import textwrap
 from collections.abc import Sequence
@@ -21,16 +21,18 @@ from moe_rl.study.words import cut
 
 Limits = tuple[float | int | None, float | int | None]
 TALL = 5
-"""Lines of a title."""
+"""Most lines of a panel's title."""
 MANY = 6
-"""Arms of one condition that can still be told apart in one panel."""
+"""Most arms of one condition that can still be told apart in one panel."""
 
 
 @dataclass(frozen=True)
 class Shown(Condition):
-    """A condition and its arms as figures show them. A replay run under noise that repeats its natural run, as it must,
-    is left out; `stand_in` is that natural run, with all its seeds. `heading` stands over rows, `panel` over axes, in
-    two short lines; both have the measured share of slots re-routed."""
+    """A condition and its arms as figures show them.
+
+    A replay run under noise that repeats its natural run, as it must, is not among `arms`; `stand_in` is the arm of
+    that natural run, with all its seeds. `heading` stands over rows, `panel` over axes, in two short lines; both have
+    the measured share of slots re-routed."""
 
     stand_in: str | None
     heading: str
@@ -38,7 +40,7 @@ class Shown(Condition):
 
 
 def shown(data: StudyData) -> list[Shown]:
-    """Natural first, then growing noise."""
+    """Return the conditions with the arms that figures show: natural routing first, then growing noise."""
     repeated = repeats(data)
     found = []
     for condition in conditions(data):
@@ -53,24 +55,24 @@ def shown(data: StudyData) -> list[Shown]:
 
 
 def drawn_arms(data: StudyData, present: Sequence[str] | None = None) -> list[str]:
-    """The arms of all conditions that get a panel of their own, of those in `present`."""
+    """Return the arms of all conditions that figures draw, restricted to those in `present` if it is given."""
     return [arm for each in shown(data) for arm in each.arms if present is None or arm in present]
 
 
 def many(data: StudyData) -> bool:
-    """Whether a condition has more arms than one panel can hold, or two of one method, which look alike."""
+    """Return whether a condition has more arms than one panel can hold, or two arms of one method, which look alike."""
     methods = data.arms["method"]
     return any(len(each.arms) > MANY or methods[list(each.arms)].duplicated().any() for each in shown(data))
 
 
 def crowded(data: StudyData) -> bool:
-    """Whether a grid of quantities x conditions would be too narrow, so that arms get a row each."""
+    """Return whether a grid of quantities x conditions would be too narrow, so that arms get a row each."""
     return many(data) or len(shown(data)) > 3
 
 
 def short_label(data: StudyData, arm: str, width: int = 17) -> str:
-    """The label of an arm in short lines, at most `TALL`, for which its middle is left out; a name and its value
-    (`N = 4`) stay together."""
+    """Return the label of an arm in at most `TALL` short lines. Its middle is left out where it is longer; a name and
+    its value (`N = 4`) stay together."""
     label = full_label(data, arm).replace("Routing Replay", "Replay")
     label = label.replace("noise σ", "noise\u00a0σ").replace(" = ", "\u00a0=\u00a0")
     shorter = (cut(label, letters) for letters in (len(label), *range(TALL * width, width, -1)))
@@ -78,14 +80,15 @@ def short_label(data: StudyData, arm: str, width: int = 17) -> str:
 
 
 def fixed_figure(height: float) -> Figure:
-    """A figure whose axes are placed by hand: of forty panels, a layout engine would take seconds."""
+    """Return a figure whose axes are placed by hand, because a layout engine would take seconds for forty panels."""
     figure = Figure(figsize=(PAGE, height))
     figure.set_layout_engine("none")
     return figure
 
 
 def condition_panels(data: StudyData, height: float, rows: int = 1) -> tuple[Figure, np.ndarray, list[Shown]]:
-    """Axes [rows, conditions] with shared axes, wrapped after three conditions where there is one row."""
+    """Return a figure, its axes [rows, conditions] with shared scales, and the conditions. A single row is wrapped
+    after three conditions."""
     each = shown(data)
     most, sharey = (3, True) if rows == 1 else (len(each), "row")
     figure, axes = wrapped_panels(rows * len(each), most, 0.75, height, sharex=True, sharey=sharey)
@@ -94,14 +97,14 @@ def condition_panels(data: StudyData, height: float, rows: int = 1) -> tuple[Fig
     grid = axes.reshape(1, -1)[:, : len(each)] if rows == 1 else axes
     for i, (ax, one) in enumerate(zip(grid[0], each, strict=True)):
         ax.set_title(one.panel, fontsize=7)
-        if rows == 1 and i + axes.shape[1] >= len(each):  # the lowest of its column carries the numbers
+        if rows == 1 and i + axes.shape[1] >= len(each):  # the lowest panel of a column has the numbers
             ax.tick_params(labelbottom=True)
     return figure, grid, each
 
 
 def wrapped_panels(count: int, most: int, head: float, each: float, **shared: Any) -> tuple[Figure, np.ndarray]:
-    """Axes [lines, columns] for `count` panels, at most `most` of them side by side; places that are left over have
-    none. `head` and `each` are inches: of legend and labels, and of a line."""
+    """Return a figure and its axes [lines, columns] for `count` panels, at most `most` of them side by side; axes that
+    are left over are removed. `head` and `each` are inches: for legend and labels, and for a line of panels."""
     columns = min(most, count)
     lines = -(-count // columns)
     figure, axes = panels(lines, columns, head + lines * each, PAGE, **shared)
@@ -111,7 +114,8 @@ def wrapped_panels(count: int, most: int, head: float, each: float, **shared: An
 
 
 def arm_grid(data: StudyData, arms: Sequence[str], above: float = 0.0) -> tuple[Figure, list[Axes]]:
-    """One small panel per arm, titled with its label; numbers on the outer axes only. `above`: inches left free."""
+    """Return a figure with one small panel per arm, titled with the arm's label, and the axes; numbers are on the outer
+    axes only. `above`: inches left free."""
     height, foot = 0.72, 0.62
     columns = min(5 if len(arms) > 8 else 4, max(2, len(arms)))
     lines = -(-len(arms) // columns)
@@ -125,7 +129,7 @@ def arm_grid(data: StudyData, arms: Sequence[str], above: float = 0.0) -> tuple[
     for i, title in enumerate(titles):
         line, column = divmod(i, columns)
         x, top = left + column * (wide + gap), total - above - line * (height + head) - head
-        # not shared, and nothing placed by itself: with forty axes both are most of the time
+        # axes are not shared and labels are placed by hand: the alternatives take most of the time with forty axes
         ax = figure.add_axes((x / PAGE, (top - height) / total, wide / PAGE, height / total))
         ax.set_title(title, fontsize=6, y=1.04, pad=0, linespacing=1.0)
         ax.xaxis.set_label_coords(0.5, 0)
@@ -136,14 +140,15 @@ def arm_grid(data: StudyData, arms: Sequence[str], above: float = 0.0) -> tuple[
 
 
 def headroom(axes: Sequence[Axes], low: float, high: float) -> float:
-    """The upper limit of a linear axis from `low`: `high`, or more, so that a twentieth of it is above what is drawn; a
-    margin by the data's own range alone would be none where they are nearly constant."""
+    """Return the upper limit of a linear axis from `low`: `high`, or more, so that above the data a twentieth of their
+    distance from `low` is free. A margin by the data's own range alone would vanish where the data are nearly
+    constant."""
     top = max(ax.dataLim.y1 for ax in axes)
     return max(high, top + 0.05 * (top - low)) if np.isfinite(top) else high
 
 
 def same_axes(axes: Sequence[Axes], ylim: Limits, log: bool) -> None:
-    """One range and one set of ticks for all panels of `arm_grid`; call it when all is drawn."""
+    """Set one range and one set of ticks for all panels of `arm_grid`; call this when everything is drawn."""
     x, y = np.array([ax.get_xlim() for ax in axes]), np.array([ax.get_ylim() for ax in axes])
     if log:
         least = min(ax.dataLim.minposy for ax in axes)
@@ -163,14 +168,14 @@ def same_axes(axes: Sequence[Axes], ylim: Limits, log: bool) -> None:
 def label_grid(
     figure: Figure, axes: Sequence[Axes], xlabel: str, ylabel: str, extra: str = "", above: float = 0.0
 ) -> None:
-    """One label for all panels of `arm_grid` on either side, which was given `above`; `extra` is a line about what is
-    drawn in grey."""
+    """Write one label for all panels of `arm_grid` on either side; `above` as given to `arm_grid`; `extra` is a line
+    about what is drawn in grey."""
     height = figure.get_figheight()
     right = max(ax.get_position().x1 for ax in axes)
     figure.text((0.52 / PAGE + right) / 2, 0.27 / height, xlabel, ha="center", va="center", fontsize=7.5)
     side = ylabel.replace("\n", " ")
     label = figure.text(0.1 / PAGE, 0.5 + 0.3 / height, side, ha="center", va="center", rotation=90, fontsize=7.5)
-    for size in (7.5, 7, 6.5, 6, 5.5, 5):  # until it stands between the line about n and a legend
+    for size in (7.5, 7, 6.5, 6, 5.5, 5):  # smaller until the label fits between the line about n and a legend
         label.set_fontsize(size)
         length = label.get_window_extent().height / figure.dpi
         if length <= height - above - 0.18:
@@ -181,8 +186,8 @@ def label_grid(
 
 
 def grey_background(figure: Figure, axes: Sequence[Axes], lines: dict[str, pd.Series]) -> None:
-    """All arms' lines in grey behind every panel: drawn once, shown as one picture in each (a vector of every line in
-    every panel would be most of the file). Axis limits and scales must be final."""
+    """Draw the lines of all arms in grey behind every panel. They are drawn once, as a picture that each panel shows:
+    as a vector in every panel they would be most of the file. Axis limits and scales must be final."""
     first = axes[0]
     box = first.get_position()
     size = box.width * figure.get_figwidth(), box.height * figure.get_figheight()
@@ -202,4 +207,4 @@ def grey_background(figure: Figure, axes: Sequence[Axes], lines: dict[str, pd.Se
         shown = AxesImage(panel, extent=(0, 1, 0, 1), interpolation="nearest", zorder=0.5)
         shown.set_data(picture)
         shown.set_transform(panel.transAxes)
-        panel.add_artist(shown)  # imshow would take the limits of the picture
+        panel.add_artist(shown)  # imshow would set the axis limits to those of the picture

@@ -1,4 +1,4 @@
-"""Figures over several studies, each of a table that a script of `analysis/` makes."""
+"""Figures over several studies; each draws a table that a script of `analysis/` makes."""
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +17,8 @@ from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
 from moe_rl.study.figures.style import GREY, INK, PAGE, WIDTH, legend_above, look_of, panels, twin
 from moe_rl.study.statistics import INTEREST, Verdict
 
-ROW = 0.24  # inches, of a method
-REPEATED = 0.27  # of a row: between the repetitions of a cell, less where there are more than three
+ROW = 0.24  # inches: height of a method's row
+REPEATED = 0.27  # of a row's height: distance of the repetitions of a cell, less if there are more than three
 REPETITIONS = (
     "Mean over seeds of the paired differences and its 95 % interval; below each other: the study as it was run first, "
     "and again under other roundings or on another processor, cold starts made anew."
@@ -26,7 +26,8 @@ REPETITIONS = (
 
 
 def draw_from_results(doc: str | None, figures: Callable[[], Iterable[StudyFigure]]) -> None:
-    """The command line of a script that draws committed tables, `python analysis/SCRIPT.py DIR`; `doc`: its help."""
+    """Run the command line of a script that draws committed tables, `python analysis/SCRIPT.py DIR`; `doc`: its
+    help."""
     with ends_with_its_reader():
         parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("folder", type=Path, help="where to write each figure as .pdf, .svg, .png and .csv")
@@ -36,7 +37,8 @@ def draw_from_results(doc: str | None, figures: Callable[[], Iterable[StudyFigur
 
 
 def by_cause(table: pd.DataFrame, causes: Iterable[str], rows: Iterable[str]) -> pd.DataFrame:
-    """`published_differences` as `cures_figure` takes them: claims are causes, comparisons rows, in this order."""
+    """Return `published_differences` in the form that `cures_figure` takes: claims are causes, comparisons rows, in
+    this order."""
     table = table.rename(columns={"claim": "cause", "comparison": "row"})
     orders = {"cause": list(causes), "row": list(rows)}
     return table.assign(**{name: pd.Categorical(table[name], order) for name, order in orders.items()})
@@ -51,12 +53,12 @@ def cures_figure(
     caption: str = "Columns are of different studies, and cells of one column may be of different seeds.",
     one_scale: bool = True,
 ) -> StudyFigure:
-    """Differences of final reward with their intervals: a panel for each cause, and in all of them the same rows.
+    """Draw differences of final reward with their intervals: a panel for each cause, and in all panels the same rows.
 
     Args:
         table: columns cause (a panel) and row (a method, a task), both categorical in the order in which they are
             drawn; difference, low, high, verdict. Several rows of a cell, repetitions, are drawn below each other.
-        name, title: of the figure; measured: the name of its axis; caption: its end.
+        name, title: those of the figure; measured: the name of its axis; caption: the end of its caption.
         one_scale: whether all panels have the same range.
     """
     causes, names = (list(table[column].cat.categories) for column in ("cause", "row"))
@@ -72,7 +74,7 @@ def cures_figure(
         ax.grid(axis="y", visible=False)
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
-    drawn.supxlabel(f"{measured}\n{_said_of_marks(table)}", fontsize=7.5)
+    drawn.supxlabel(f"{measured}\n{_marks_explained(table)}", fontsize=7.5)
     marks = "Filled: higher or lower by the rules of its study, that is resolved from 0 and 0.05 at least; open: not"
     caption = f"{REPETITIONS} {marks}; blank: not run. {caption}"
     return StudyFigure(name, title, caption, drawn, table)
@@ -87,12 +89,12 @@ def claims_figure(
     caption: str = f"{REPETITIONS} Filled: higher or lower by the rules of its study; open: not.",
     interest: float = INTEREST,
 ) -> StudyFigure:
-    """Differences of final reward with their intervals, under the statement that each is about.
+    """Draw differences of final reward with their intervals, under the statement that each difference is about.
 
     Args:
         table: columns claim, comparison (a row below its claim), difference, low, high, verdict; rows in the
             order in which they are drawn. Several rows of a comparison, repetitions, are drawn below each other.
-        name, title, caption: of the figure; measured: the name of its axis.
+        name, title, caption: those of the figure; measured: the name of its axis.
         interest: the smallest difference of interest, in units of reward.
     """
     lines: list[tuple[str, str]] = []
@@ -109,43 +111,44 @@ def claims_figure(
     ax.grid(axis="y", visible=False)
     ax.set_ylim(len(lines) - 0.5, -0.5)
     ax.set_xlabel(measured)
-    marks = f"{_said_of_marks(table)}; grey: within {interest}"
+    marks = f"{_marks_explained(table)}; grey: within {interest}"
     drawn.supxlabel(marks, x=0.008, ha="left", fontsize=6.5, color=GREY)
     caption = f"{caption} Grey: within {interest}, the smallest difference of interest."
     return StudyFigure(name, title, caption, drawn, table)
 
 
-def _said_of_marks(table: pd.DataFrame) -> str:
-    """What bars and filled marks are, in the picture itself, which may be shown without its caption."""
+def _marks_explained(table: pd.DataFrame) -> str:
+    """Return what bars and filled marks mean, for the picture itself, which may be shown without its caption."""
     words = "bar: 95 % interval over seeds"
-    return f"{words}; filled: higher or lower by the rules of its study" if _told(table).any() else words
+    return f"{words}; filled: higher or lower by the rules of its study" if _has_direction(table).any() else words
 
 
-def _told(table: pd.DataFrame) -> pd.Series:
-    """Of which rows the verdict tells a direction."""
+def _has_direction(table: pd.DataFrame) -> pd.Series:
+    """Return for each row whether its verdict is higher or lower."""
     return table["verdict"].isin([Verdict.HIGHER, Verdict.LOWER])
 
 
 def _differences(ax: Axes, rows: pd.DataFrame, places: pd.Series, cell: str) -> None:
-    """Means and intervals at the height `places` of their `cell`; rows of one cell, repetitions, below each other."""
+    """Draw means and intervals at the height `places` of their `cell`; rows of one cell are repetitions, drawn below
+    each other."""
     repetition = rows.groupby(cell, observed=True, sort=False)
     size = repetition["difference"].transform("size")
     places = places + REPEATED * (3 / size).clip(upper=1) * (repetition.cumcount() - (size - 1) / 2)
     ax.axvline(0, color=INK, lw=0.8, zorder=1)
     ax.hlines(places, rows["low"], rows["high"], color=GREY, lw=1.6, alpha=0.5, zorder=2)
-    fill = [INK if one else "white" for one in _told(rows)]
+    fill = [INK if one else "white" for one in _has_direction(rows)]
     ax.scatter(rows["difference"], places, s=11, c=fill, edgecolors=INK, linewidths=0.8, zorder=3)
 
 
 SIGNALS = {"update": "#D55E00", "probe": "#0B4A8F", "rollout": INK}
-"""Kind of the rows that a signal is read from -> its colour."""
+"""Kind of the rows that a signal is read from -> the signal's colour."""
 
 
 def _signal_panels(
     table: pd.DataFrame, order: list[str], of_updates: tuple[str, ...], nothing: float, height: float
 ) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], list[str]]:
-    """A panel for each number of steps, a row for each signal of `order`, a line where a signal tells nothing: the
-    figure, each axes with its rows of the table, and the colours of the signals."""
+    """Return a figure with a panel for each number of steps and a row for each signal of `order`, each axes with its
+    rows of the table, and the colours of the signals. A line at `nothing` is where a signal tells nothing."""
     steps = table["steps"].unique()
     drawn, (axes,) = panels(1, len(steps), height, PAGE, sharey=True)
     for ax, step in zip(axes, steps, strict=True):
@@ -161,6 +164,7 @@ def _signal_panels(
 
 
 def _kinds_legend(drawn: Figure, ax: Axes, colours: list[str], others: Sequence[PathCollection] = ()) -> None:
+    """Draw a legend of the kinds of rows that signals are read from, after the marks `others`."""
     marks = [
         ax.scatter([], [], c=colour, s=14, label=f"of {name}s") for name, colour in SIGNALS.items() if colour in colours
     ]
@@ -170,12 +174,13 @@ def _kinds_legend(drawn: Figure, ax: Axes, colours: list[str], others: Sequence[
 
 @styled
 def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...], level: float = 0.95) -> StudyFigure:
-    """Area under the ROC curve by signal, one panel for each number of steps; signals in the order of the first panel.
+    """Draw the area under the ROC curve by signal, one panel for each number of steps; signals in the order of the
+    first panel.
 
     Args:
         table: what `early_warning` returns.
-        of_updates: its signals that are read from updates; the others but the reward are a probe's.
-        level: of its intervals.
+        of_updates: the signals that are read from updates; all others but the reward are read from probes.
+        level: the confidence level of the intervals.
     """
     first = table[table["steps"] == table["steps"].iloc[0]].set_index("signal")["auc"]
     order = list((first - 0.5).abs().sort_values().index)
@@ -202,8 +207,8 @@ def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...], level
 
 @styled
 def beyond_reward_figure(table: pd.DataFrame, of_updates: tuple[str, ...], level: float = 0.95) -> StudyFigure:
-    """How signals of the first steps go along with the final reward among the runs of one arm, and what remains of it
-    where the reward of these steps is held fixed; one panel for each number of steps.
+    """Draw the correlation of signals of the first steps with the final reward among the runs of one arm, and what
+    remains of the correlation if the reward of these steps is held fixed; one panel for each number of steps.
 
     Args:
         table: what `early_warning` returns, of studies that kept the reward.
@@ -238,13 +243,13 @@ def beyond_reward_figure(table: pd.DataFrame, of_updates: tuple[str, ...], level
 
 
 COLUMNS = 3
-APART, WIDEST = 2.0, 8.0  # points between the marks of two methods in one condition, and over all of them
+APART, WIDEST = 2.0, 8.0  # points: between the marks of two methods in one condition, and over all marks
 LINEAR = 1.0  # %; below it the axis is linear, so that 0 has a place
 
 
 @styled
 def volatility_figure(table: pd.DataFrame, measured: str = "final reward") -> StudyFigure:
-    """Mean final reward with its interval by method, against what share of the slots a condition re-routes.
+    """Draw the mean final reward with its interval by method, against the share of slots that a condition re-routes.
 
     Args:
         table: columns source (a panel), condition, method, label, slots_rerouted (a share), final, low, high; rows in

@@ -1,4 +1,4 @@
-"""How a figure is registered: `@figure(...)` over its function, in a file of its own under `gallery/`.
+"""Registration of figures: `@figure(...)` over a figure's function, in a file of its own under `gallery/`.
 
     @figure(
         title="Gradient norm.",
@@ -9,8 +9,8 @@
     def gradient_norm(data: StudyData) -> Drawing:
         ...
 
-The function draws, in the house style, and returns what it drew. The name of figure, function and file is one. Below
-are sentences that several captions share: the report prints them once, a figure's own caption ends with them.
+The function draws in the house style and returns a `Drawing`. Figure, function and file have the same name. The texts
+below are sentences that several captions share: the report prints them once, a single figure's caption ends with them.
 """
 
 from collections import Counter
@@ -43,15 +43,21 @@ LINES = "Line: mean over seeds."
 GEOMETRIC = "On a log axis: geometric mean over seeds, and the interval of the logarithms."
 
 Runs = set[tuple[str, int]]
-"""Arm and seed of the runs that have what a figure needs: n counts these."""
+"""Arm and seed of the runs that have what a figure needs; n in a caption is their number."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What a figure's function returns: the picture, the table of what is in it, sentences that only the data could
-    tell (`said`, after the caption), how the interval over seeds is drawn ("band", "bar", or nothing), notes besides
-    the registered ones, further tables by name, the runs that are drawn where `needs` does not tell them, and of how
-    many values intervals are that are not of an arm's runs (of bands the column `n` of the table says it)."""
+    """What a figure's function returns: the picture (`figure`), the table of what is in it (`frame`), and their
+    description.
+
+    said: sentences that depend on the data; they stand after the caption.
+    interval: how the interval over seeds is drawn: "band", "bar", or empty if it is not.
+    notes: shared sentences besides the registered ones. tables: further tables by name.
+    runs: the runs that are drawn, where `needs` does not tell them.
+    counts: of how many values those intervals are that are not over an arm's runs. Of bands, the column `n` of `frame`
+        says it.
+    """
 
     figure: Figure
     frame: pd.DataFrame
@@ -63,7 +69,8 @@ class Drawing:
     counts: Sequence[int] = ()
 
     def numbers(self) -> Sequence[int]:
-        """Of how many values intervals are: `counts`, and of bands, in which runs may end, at every point."""
+        """Return of how many values the intervals are: `counts` and, for bands, along which runs may end, the n of
+        every point."""
         if self.interval != "band" or not {"arm", "n"} <= set(self.frame):
             return self.counts
         return [*self.counts, *self.frame.loc[self.frame["arm"].notna(), "n"].dropna().astype(int).unique()]
@@ -71,7 +78,8 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Registered:
-    """A figure of a study; called with a StudyData it draws one, or raises NothingToDraw saying what is missing."""
+    """A registered figure. Called with a StudyData it draws the figure, or raises NothingToDraw saying what is
+    missing."""
 
     name: str
     title: str
@@ -93,7 +101,7 @@ class Registered:
             runs, counts = runs if drawn.runs is None else drawn.runs, drawn.numbers()
             words = seeds_words(data, runs, drawn.interval, counts)
             placed = drawn.figure.supxlabel(words, x=0.008, ha="left", fontsize=6.5, color=GREY)
-            placed.set_y(min(0.01, 0.05 / drawn.figure.get_figheight()))  # of a tall figure 0.01 would reach a label
+            placed.set_y(min(0.01, 0.05 / drawn.figure.get_figheight()))  # in a tall figure, 0.01 would reach a label
         own = " ".join(part for part in (self.caption, drawn.said) if part)
         noise = NOISE if (data.arms["noise"] > 0).any() else ""
         notes = [*self.notes, *drawn.notes, noise, seeds_note(data, runs, bool(drawn.interval), counts)]
@@ -101,19 +109,20 @@ class Registered:
         return StudyFigure(self.name, self.title, own, drawn.figure, drawn.frame, shared, drawn.tables)
 
     def runs(self, data: StudyData) -> Runs:
-        """The runs that recorded all that the figure needs; NothingToDraw where nothing of it was recorded."""
+        """Return the runs that recorded all that the figure needs. Raises NothingToDraw if no run recorded one of its
+        tables."""
         found = {(run.arm, run.seed) for run in data.runs}
         for table, columns in self.needs.items():
             rows = need(getattr(data, table), columns, self.name)
-            if "seed" in rows:  # the table of arms has none
+            if "seed" in rows:  # the table of arms has no seeds
                 found &= set(rows[["arm", "seed"]].drop_duplicates().itertuples(index=False, name=None))
         return found
 
 
 TABLES = (*(f.name for f in fields(StudyData) if f.type is pd.DataFrame), "arms", "tokens")
-"""What `needs` may name."""
+"""Names of the tables that `needs` may name."""
 REGISTRY: dict[str, Registered] = {}
-"""Name -> figure, as the files of the gallery are imported."""
+"""Name -> figure; filled while the files of the gallery are imported."""
 
 
 def figure(
@@ -125,13 +134,13 @@ def figure(
     notes: Sequence[str] = (),
     special: bool = False,
 ) -> Callable[[Callable[[StudyData], Drawing]], Registered]:
-    """Register the function below as the figure of its name.
+    """Return a decorator that registers the decorated function as the figure of the function's name.
 
-    `title` and `caption` end with a full stop. `needs`: table of StudyData -> columns that must hold something there;
-    n counts the runs in which they do. `rank`: place in the report, whose first six are its main figures. `notes`:
-    sentences that other figures say too (those above); what selection noise is, and what n and the intervals are, is
-    added by itself. `special`: only some studies ask its question, so that in the others nothing is missing.
-    """
+    `title` and `caption` end with a full stop. `needs`: table of StudyData -> columns that must hold a value in some
+    row; n counts the runs in which they do. `rank`: place in the report, whose first six figures are its main ones.
+    `notes`: sentences that other figures have too (those above); sentences on selection noise, n and the intervals are
+    added automatically. `special`: only some studies ask the figure's question, so that in others it is not reported as
+    missing."""
 
     def register(draw: Callable[[StudyData], Drawing]) -> Registered:
         name = draw.__name__
@@ -151,7 +160,8 @@ def figure(
 
 
 def need(frame: pd.DataFrame, columns: Sequence[str], figure: str) -> pd.DataFrame:
-    """The rows in which all these columns are present; NothingToDraw naming them if there is none."""
+    """Return the rows in which all these columns have a value. Raises NothingToDraw, naming columns, if there are
+    none."""
     missing = [name for name in columns if name not in frame.columns]
     rows = frame.dropna(subset=list(columns)) if not missing and len(frame) else frame.iloc[:0]
     if missing or rows.empty:
@@ -162,7 +172,8 @@ def need(frame: pd.DataFrame, columns: Sequence[str], figure: str) -> pd.DataFra
 
 
 def seeds_note(data: StudyData, runs: Runs, interval: bool, counts: Sequence[int] = ()) -> str:
-    """How many seeds, what the interval is, and which runs are unfinished. `counts`: values of further intervals."""
+    """Return the sentence on how many seeds there are, what the interval is, and which runs are unfinished. `counts`:
+    of how many values further intervals are."""
     usual, others = _counts(data, runs)
     n = f"n = {usual} seed{'s' if usual > 1 else ''} per arm"
     n += f" ({', '.join(f'{k} for {label}' for label, k in others.items())})" if others else ""
@@ -174,7 +185,7 @@ def seeds_note(data: StudyData, runs: Runs, interval: bool, counts: Sequence[int
 
 
 def seeds_words(data: StudyData, runs: Runs, mark: str, counts: Sequence[int] = ()) -> str:
-    """The line under a figure: n, and what its bars or bands are; `counts` as in `seeds_note`."""
+    """Return the line under a figure: n, and what its bars or bands (`mark`) are; `counts` as in `seeds_note`."""
     usual, others = _counts(data, runs)
     words = f"n = {usual} seed{'s' if usual > 1 else ''} per arm"
     if mark and several_kinds(usual, [*others.values(), *counts]):
@@ -187,7 +198,8 @@ def seeds_words(data: StudyData, runs: Runs, mark: str, counts: Sequence[int] = 
 
 
 def lines_note(data: StudyData, thin: bool = True) -> str:
-    """What the lines of curves are; `thin`: whether those of few seeds are drawn."""
+    """Return the sentence on what the lines of curves are; `thin`: whether single seeds are drawn where there are
+    few."""
     most = int(data.arms["seeds"].map(len).max())
     if most == 1:
         return "One line per run."
@@ -195,13 +207,15 @@ def lines_note(data: StudyData, thin: bool = True) -> str:
 
 
 def repeats(data: StudyData) -> set[str]:
-    """Replay arms under noise that repeat their natural run, as they must: their runs are not drawn twice."""
+    """Return the replay arms under noise whose rewards equal those of their natural run, as they must; figures do not
+    draw these arms twice."""
     same = replay_identity(data)
     return set(same.loc[same["difference"] == 0, "arm"])
 
 
 def _counts(data: StudyData, runs: Runs) -> tuple[int, dict[str, int]]:
-    """Seeds of most arms, and of the arms that have another number; arms without any are not in the figure."""
+    """Return the number of seeds of most arms, and the numbers of the arms that have another one, by label. Arms
+    without runs are left out."""
     repeated, seeds = repeats(data), Counter(arm for arm, _ in runs)
     counts = {str(arm): seeds[arm] for arm in data.arms.index if seeds[arm] and arm not in repeated}
     usual = int(min(pd.Series(counts, dtype=int).mode(), default=0))

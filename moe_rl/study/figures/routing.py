@@ -1,4 +1,4 @@
-"""What figures of routing change share: site names, lists of counts, the binomial."""
+"""Helpers of figures of routing change: site names, lists of counts, the binomial distribution."""
 
 import numpy as np
 import pandas as pd
@@ -8,7 +8,7 @@ from moe_rl.study.figures.style import NothingToDraw
 
 
 def binomial_of(counts: np.ndarray) -> np.ndarray:
-    """Binomial(N, p) with N = len(counts) - 1 trials and the mean of the counted values."""
+    """Return the probabilities of Binomial(N, p) with N = len(counts) - 1 trials and the mean of the counted values."""
     from scipy import stats
 
     trials = len(counts) - 1
@@ -19,7 +19,8 @@ def binomial_of(counts: np.ndarray) -> np.ndarray:
 
 
 def stacked(lists: pd.Series, figure: str) -> np.ndarray:
-    """Lists of the rows of a column [rows, entries], null as NaN; NothingToDraw where their lengths differ."""
+    """Return a column of lists as an array [rows, entries], null as NaN. Raises NothingToDraw if the lists differ in
+    length."""
     lengths = set(map(len, lists))
     if len(lengths) > 1:
         raise NothingToDraw(
@@ -30,13 +31,13 @@ def stacked(lists: pd.Series, figure: str) -> np.ndarray:
 
 
 def site_ticks(axis: Axis, short: list[str]) -> None:
-    """The names of `short_sites` beside the sites 0, 1, ...: every one, or some twelve of them."""
+    """Write the names of `short_sites` beside the sites 0, 1, ... of an axis: all of them, or some twelve."""
     step = max(1, len(short) // 12)
     axis.set_ticks(range(0, len(short), step), short[::step])
 
 
 def short_sites(names: list[str]) -> tuple[list[str], str]:
-    """Site names without what they share, and the shared pattern: layers.0.gate, layers.1.gate -> 0, 1.
+    """Return site names without what they share, and the shared pattern: layers.0.gate, layers.1.gate -> 0, 1.
 
     >>> short_sites(["layers.0.gate", "layers.1.gate"])
     (['0', '1'], 'layers.·.gate')

@@ -1,4 +1,4 @@
-"""Figures with one row per arm: dots for numbers, side by side in columns; as many arms as there are."""
+"""Figures with one row per arm, for any number of arms: dots for numbers, in columns side by side."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,14 +22,15 @@ from moe_rl.study.words import cut
 
 EACH = 0.185  # inches per row
 LETTERS = 33
-"""Longer labels stand in two lines, smaller."""
-DRAWN = 1.06  # letters are drawn on whole pixels, which is wider than they are
+"""Most letters of a label on one line; longer labels are set in two lines and in a smaller font."""
+DRAWN = 1.06  # drawn width over computed width: letters are drawn on whole pixels
 LETTER = 0.05  # inches that a digit of a tick label takes
 
 
 @dataclass(frozen=True)
 class Dots:
-    """Values by arm and seed (index arm, columns seeds), drawn as mean, interval and seeds; `open`: a hollow mark."""
+    """Values by arm and seed (index arm, columns seeds), drawn as mean, interval and seeds; `open`: with hollow
+    marks."""
 
     table: pd.DataFrame
     label: str = ""
@@ -43,13 +44,15 @@ class Dots:
         scale: float | int = 1,
         **how: Any,
     ) -> "Dots":
-        """`value` of the table of every arm (columns seeds), times `scale`: one number for each seed."""
+        """Return the dots of one number for each seed: `value` of the table of every arm (columns seeds), times
+        `scale`."""
         return cls(scale * pd.DataFrame({arm: value(table) for arm, table in tables.items()}).T, **how)
 
 
 @dataclass(frozen=True)
 class Column:
-    """One axes of a row figure; `lines` are drawn across it."""
+    """One column of a row figure, which is one axes; `lines` are the values at which a line is drawn across the
+    column."""
 
     title: str
     dots: Sequence[Dots]
@@ -59,7 +62,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Rows:
-    """A row figure as it was drawn: `places` are the arms' y, `frame` the table of what is shown."""
+    """A drawn row figure: `places` are the arms' y, `frame` the table of what is shown."""
 
     figure: Figure
     axes: list[Axes]
@@ -74,10 +77,9 @@ def arm_rows(
     beside: float = 0.0,
     below: float = 0.0,
 ) -> Rows:
-    """A row per arm under the heading of its condition, an axes per column.
+    """Draw a row per arm under the heading of the arm's condition, and an axes per column.
 
-    `order` may sort the arms within a condition; `beside` and `below` are inches left free for the caller.
-    """
+    `order` may sort the arms within a condition; `beside` and `below` are inches left free for the caller."""
     present = {arm for column in columns for dots in column.dots for arm in dots.table.index}
     places, headings = _places(data, present, order)
     labels = {arm: str(data.arms["label"][arm]) for arm in places}
@@ -86,7 +88,7 @@ def arm_rows(
         labels = {arm: in_two_lines(label) for arm, label in labels.items()}
     size = 7 if longest <= LETTERS else 6
     left = 0.15 + DRAWN * max(inches(label, size) for label in labels.values())
-    gap, head, foot = 0.28, 0.36, 0.5 + below  # half a number of each side stands in a gap
+    gap, head, foot = 0.28, 0.36, 0.5 + below  # tick labels reach into a gap from both sides
     rows = max([*places.values(), *headings.values()]) + 1
     high = EACH * rows * (1.35 if longest > LETTERS else 1)  # two lines need room
     total = head + foot + high
@@ -111,8 +113,8 @@ def arm_rows(
 
 
 def in_two_lines(label: str) -> str:
-    """A label of more than `LETTERS` letters in two lines, as even as they can be; its middle left out where two do not
-    hold it."""
+    """Return a label in two lines, as even as they can be, if it has more than `LETTERS` letters. Its middle is left
+    out if two lines do not hold the label."""
     if len(label) <= LETTERS:
         return label
     shorter = (cut(label, letters) for letters in (len(label), *range(2 * LETTERS, LETTERS, -1)))
@@ -121,7 +123,7 @@ def in_two_lines(label: str) -> str:
 
 
 def quiet_rows(ax: Axes) -> None:
-    """A faint line per row, no ticks and no spine."""
+    """Remove tick marks and spine beside the rows of an axes, and draw a faint line per row."""
     ax.tick_params(axis="y", length=0)
     ax.tick_params(axis="x", labelsize=6.5)
     ax.grid(axis="y", lw=0.4)
@@ -131,6 +133,8 @@ def quiet_rows(ax: Axes) -> None:
 def _places(
     data: StudyData, present: set[str], order: Callable[[Sequence[str]], Sequence[str]] | None
 ) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the y of every arm, and the y of every condition's heading, of which there are none if there is one
+    condition."""
     places: dict[str, float] = {}
     headings: dict[str, float] = {}
     groups = [(each.heading, [arm for arm in each.arms if arm in present]) for each in shown(data)]
@@ -147,6 +151,7 @@ def _places(
 
 
 def _draw_column(ax: Axes, data: StudyData, column: Column, places: dict[str, float]) -> None:
+    """Draw one column of a row figure into its axes."""
     if column.log:
         ax.set_xscale("log")
     for dots in column.dots:
@@ -165,7 +170,7 @@ def _draw_column(ax: Axes, data: StudyData, column: Column, places: dict[str, fl
 
 
 def _ticks(ax: Axes) -> None:
-    """As many as their labels leave room for, on the axis and between one another, at most four intervals."""
+    """Set at most four intervals of ticks, as many as leave their labels room on the axis and between one another."""
     wide = ax.get_position().width * PAGE
     for most in (4, 3, 2):
         ax.xaxis.set_major_locator(MaxNLocator(most))
@@ -180,8 +185,8 @@ def _ticks(ax: Axes) -> None:
 def draw_dots(
     ax: Axes, y: np.ndarray, values: np.ndarray, colours: Sequence[str], hollow: bool = False, log: bool = False
 ) -> None:
-    """Rows of values [rows, seeds] at `y`: mean, interval, and every seed, lower than these; `log`: of the logarithms,
-    where 0 has no place."""
+    """Draw rows of values [rows, seeds] at `y`: mean, interval and, a little lower, every seed. `log`: mean and
+    interval of the logarithms; values that are not above 0 are left out."""
     values = np.where(values > 0, values, np.nan) if log else values
     intervals = [(geometric_interval if log else seed_interval)(row) for row in values]
     known = [(one, h, c) for one, h, c in zip(intervals, y, colours, strict=True) if one.known]
@@ -198,11 +203,11 @@ def draw_dots(
     edge = list(colours) if hollow else "white"
     ax.scatter(
         means, y, s=22, c=face, edgecolors=edge, linewidths=0.8, zorder=3, clip_on=False
-    )  # marks at an end are whole
+    )  # unclipped: marks at the ends of the axis are whole
 
 
 def _key(figure: Figure, columns: Sequence[Column], total: float) -> None:
-    """What filled and hollow marks are, where there are both."""
+    """Draw the legend of filled and hollow marks, if the dots have labels."""
     named = {dots.label: dots.open for column in columns for dots in column.dots if dots.label}
     handles = [
         Line2D([], [], ls="", marker="o", ms=4, color=GREY, mfc="white" if hollow else GREY, label=label)
@@ -216,6 +221,7 @@ def _key(figure: Figure, columns: Sequence[Column], total: float) -> None:
 
 
 def _frame(columns: Sequence[Column]) -> pd.DataFrame:
+    """Return the table of what the columns show."""
     rows = []
     for column in columns:
         for dots in column.dots:
@@ -228,5 +234,5 @@ def _frame(columns: Sequence[Column]) -> pd.DataFrame:
 
 
 def by_seed(rows: pd.DataFrame, y: str) -> pd.DataFrame:
-    """index arm, columns seeds, mean of y over a run's rows."""
+    """Return the mean of column `y` over a run's rows: index arm, columns seeds."""
     return rows.groupby(["arm", "seed"], observed=True)[y].mean().unstack("seed")

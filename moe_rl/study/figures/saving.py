@@ -21,16 +21,15 @@ from moe_rl.files import write_atomic
 from moe_rl.study.words import csv_text
 
 STYLE = Path(__file__).parent.parent / "moe_rl.mplstyle"
-DIGITS = "%.8g"  # of a figure's tables
+DIGITS = "%.8g"  # format of the numbers in a figure's tables
 
 
 @dataclass(frozen=True)
 class StudyFigure:
-    """A drawn figure with what was drawn (`frame`) and what it says (`title`, `caption`).
+    """A drawn figure with its table (`frame`), title and caption.
 
-    The caption is the figure's `own` sentences and then those of `notes`, which figures share: a page of many figures
-    prints the notes once. `tables` are further tables of the same figure, by name.
-    """
+    The caption is the figure's `own` sentences and then those of `notes`, which several figures share: a page of many
+    figures prints the notes once. `tables` are further tables of the same figure, by name."""
 
     name: str
     title: str
@@ -42,17 +41,19 @@ class StudyFigure:
 
     @property
     def caption(self) -> str:
+        """The whole caption: the figure's own sentences and its notes."""
         return " ".join((self.own, *self.notes))
 
     def render(self, kind: str) -> bytes:
-        """The picture as `pdf`, `svg` or `png`; the same data give the same bytes. Drawn once for each kind."""
+        """Return the picture as `pdf`, `svg` or `png`; the same data give the same bytes. The picture is drawn once for
+        each kind."""
         kept: dict[str, bytes] = vars(self).setdefault("_rendered", {})
         if kind in kept:
             return kept[kind]
         buffer = io.BytesIO()
         no_dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {"Software": None}}[kind]
-        # places are found once, not for each format; and a figure with a layout engine, even one that does nothing, is
-        # drawn twice when it is saved
+        # the layout is computed once, not for each format; and a figure with a layout engine, even one that does
+        # nothing, is drawn twice when it is saved
         with house_style({"figure.constrained_layout.use": False}):
             if self.figure.get_layout_engine() is not None:
                 self.figure.draw_without_rendering()
@@ -65,7 +66,7 @@ class StudyFigure:
         return f"StudyFigure({self.name}: {self.title} .figure, .caption, .frame of {len(self.frame)} rows)"
 
     def _repr_html_(self) -> str:
-        """In a notebook: the picture with its caption."""
+        """Return the picture with its caption as HTML, for notebooks."""
         picture = base64.b64encode(self.render("png")).decode()
         title, caption = escape(self.title), escape(self.caption)
         image = f'<img src="data:image/png;base64,{picture}" alt="{title}" style="width:100%">'
@@ -73,7 +74,7 @@ class StudyFigure:
 
 
 def _number_clips(svg: bytes) -> bytes:
-    """Clip paths named by their order: matplotlib's hash also covers the last bit of a rounding error."""
+    """Return the SVG with its clip paths named by their order, because matplotlib's hash depends on rounding errors."""
     names = dict.fromkeys(re.findall(rb'<clipPath id="(p[0-9a-f]{10})"', svg))
     number = {name: b"clip%d" % i for i, name in enumerate(names)}
     return re.sub(rb"(?<=[\"#])p[0-9a-f]{10}(?=[\")])", lambda match: number.get(match[0], match[0]), svg)
@@ -81,11 +82,11 @@ def _number_clips(svg: bytes) -> bytes:
 
 @contextmanager
 def house_style(more: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """The house style, and `more` settings, for the block only. Letters that the font lacks are told by `inches`.
+    """Context manager and decorator: apply the house style, and the settings `more`, inside the block only. Warnings of
+    letters that the font lacks are left to `inches`.
 
-    The first figure of pyplot loads a notebook's backend, which switches interactive mode on: that stays, because
-    without it a notebook shows no figure any more.
-    """
+    The first figure of pyplot loads a notebook's backend, which switches interactive mode on. That mode stays on after
+    the block, because without it a notebook shows no figure any more."""
     with ExitStack() as after, mpl.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")
         settings: Any = {**_settings(), **(more or {})}
@@ -98,7 +99,7 @@ def house_style(more: Mapping[str, Any] | None = None) -> Iterator[None]:
 
 @cache
 def _settings() -> dict[str, Any]:
-    """matplotlib's defaults with the house style over them; its backend and interactive mode are left alone."""
+    """Return matplotlib's defaults with the house style over them, but without the backend and interactive mode."""
     with mpl.rc_context():
         mpl.rcdefaults()
         matplotlib.style.use(STYLE)
@@ -106,12 +107,12 @@ def _settings() -> dict[str, Any]:
 
 
 styled = house_style()
-"""Over a function that draws: inside the house style."""
+"""Decorator: run a function that draws inside the house style."""
 
 
 def save_figure(figure: StudyFigure, folder: str | Path) -> list[Path]:
-    """Write NAME.pdf, .svg, .png, .csv (what was plotted) and .md (the caption), each whole or not at all; further
-    tables as NAME.TABLE.csv."""
+    """Write NAME.pdf, .svg, .png, .csv (what was plotted) and .md (the caption) of a figure, each whole or not at all,
+    and its further tables as NAME.TABLE.csv; return the files written."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     contents: dict[str, str | bytes] = {kind: figure.render(kind) for kind in ("pdf", "svg", "png")}

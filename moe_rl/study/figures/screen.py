@@ -1,4 +1,4 @@
-"""Figures on a screen, which may be dark: as part of a page, and the colours of pages."""
+"""Figures on HTML pages, which may be dark: a figure as an <svg> element, and the colours of pages."""
 
 import colorsys
 import re
@@ -11,23 +11,23 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from moe_rl.study.figures.saving import StudyFigure
 
 ON_LIGHT_CELL, ON_DARK_CELL = "#101113", "#fdfeff"
-"""Ink on the cells of a heat map, whose colours stay as they are on a dark screen: used for nothing else."""
-PAPER = "#15181c"  # of a dark page
+"""Ink on the cells of a heat map, whose colours are the same on a dark screen; these inks are used for nothing else."""
+PAPER = "#15181c"  # background of a dark page
 DARK = {"#ffffff": PAPER, "#1a1a1a": "#e9e7e2", "#6b6b6b": "#a9aaab", "#e6e6e6": "#2f353b"}
-"""Paper, ink, axes and grid of figures -> what they are on a dark page."""
-WIDER = 1.35  # of its size on paper, at most, where a page has the room
+"""Colours of paper, ink, axes and grid in figures -> their colours on a dark page."""
+WIDER = 1.35  # most times its width on paper that a figure is wide on a page with room
 
 
 def inline_svg(figure: StudyFigure) -> str:
-    """The figure as an <svg> element: ids made unique, no prologue or metadata, labelled for screen readers, as wide as
-    the page allows. On a dark page its colours change, by a style of its own."""
+    """Return the figure as an <svg> element: ids made unique, no prologue or metadata, labelled for screen readers, as
+    wide as the page allows up to `WIDER`. A style of its own changes its colours on a dark page."""
     svg = figure.render("svg").decode()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     prefix = f"{figure.name}-"
     svg = re.sub(r'\bid="', f'id="{prefix}', svg)
     svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{prefix}", svg)
-    width = WIDER * float(re.search(r'<svg[^>]*? width="([\d.]+)pt"', svg)[1])  # type: ignore[index]  # matplotlib's own
+    width = WIDER * float(re.search(r'<svg[^>]*? width="([\d.]+)pt"', svg)[1])  # type: ignore[index]  # always there
     style = rf'\1 style="max-width:{width:g}pt"'
     svg = re.sub(r'(<svg[^>]*?) width="[\d.]+pt" height="[\d.]+pt"', style, svg, count=1)
     used: dict[str, str] = {}
@@ -48,7 +48,8 @@ def inline_svg(figure: StudyFigure) -> str:
 
 
 def scales() -> dict[str, dict[str, list[str]]]:
-    """Colours of the page: `sequence` (nothing to all, the figures' Blues) and `diverging` (fell, same, rose)."""
+    """Return the colours of light and dark pages: `sequence` (from nothing to all, the figures' Blues) and `diverging`
+    (fell, same, rose)."""
     blues, purples = mpl.colormaps["Blues"], mpl.colormaps["PuOr"]
     dark = LinearSegmentedColormap.from_list("dark", ["#1d2127", "#15406f", "#2f78b8", "#7db4df", "#cfe6fa"])
     split = LinearSegmentedColormap.from_list("split", ["#ffb45e", "#8a5417", "#1d2127", "#5b4a94", "#c3b4ff"])
@@ -63,7 +64,8 @@ def scales() -> dict[str, dict[str, list[str]]]:
 
 
 def on_dark(colour: str, contrast: float = 4.5) -> str:
-    """The colour, made lighter until it stands out from a dark background (WCAG contrast ratio); hue kept.
+    """Return the colour, made lighter until it stands out from a dark background (WCAG contrast ratio), with the hue
+    kept.
 
     >>> on_dark("#E69F00"), on_dark("#0B4A8F")
     ('#e69f00', '#1d80ee')
@@ -78,5 +80,6 @@ def on_dark(colour: str, contrast: float = 4.5) -> str:
 
 
 def _luminance(rgb: tuple[float, float, float]) -> float:
+    """Return the relative luminance of a colour, as WCAG defines it."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in rgb]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,4 +1,4 @@
-"""What all figures share: one look per method, conditions, axes, legends, tick labels."""
+"""The style that all figures share: one look per method, conditions, axes, legends, tick labels."""
 
 import warnings
 import zlib
@@ -29,23 +29,23 @@ PALE = "#8f8f8f"  # lines behind others, half transparent
 LETTER = 0.061  # inches: a letter of a legend
 THIN_LINES = 5  # with more seeds than this, single seeds are left to the CSV
 
-_TOLD: set[str] = set()  # letters that the font lacks
+_WARNED_LETTERS: set[str] = set()  # letters that the font lacks, about which a warning was given
 
 
 class NothingToDraw(ValueError):
-    """The runs hold no data for this figure; the message says which and what would record it."""
+    """An error: the runs hold no data for a figure; the message says which data are missing."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a method appears everywhere; colours differ in lightness too, for print in grey."""
+    """The colour, dash and marker of a method in all figures; colours differ in lightness too, for print in grey."""
 
     colour: str
     dash: Any
     marker: str
 
 
-# Okabe-Ito hues, shifted in lightness (L* 53, 30, 66): tell apart by colour, by grey value, by dash, by marker.
+# Okabe-Ito hues, shifted in lightness (L* 53, 30, 66): methods differ in colour, in grey value, in dash and in marker.
 LOOKS: dict[str, Look] = {
     "grpo": Look("#D55E00", "-", "o"),
     "grpo_replay": Look("#0B4A8F", (0, (5, 1.6)), "s"),
@@ -59,7 +59,7 @@ LOOKS: dict[str, Look] = {
     "sapo": Look("#8C564B", (0, (7, 2)), "h"),
     "minirl": Look("#4D4D4D", (0, (2, 2)), "*"),
     "ppo": Look("#9A9A9A", "-", "p"),
-    # Corrections for the rollout engine, which stand beside each other.
+    # Methods with corrections for the rollout engine, which figures show beside each other.
     "grpo_tis": Look("#B8860B", (0, (3, 1, 1, 1, 1, 1)), "D"),
     "grpo_icepop": Look("#5F9EA0", (0, (1.2, 1.2)), "^"),
     "grpo_seq_mis": Look("#C71585", (0, (5, 1.4, 1.2, 1.4)), "s"),
@@ -71,7 +71,7 @@ _DASHES = ("-", (0, (5, 1.6)), (0, (5, 1.4, 1.2, 1.4)), (0, (1.2, 1.2)), (0, (3,
 
 
 def look_of(method: str) -> Look:
-    """The look of a method; an unknown one gets a colour from its name, the same in every study and session."""
+    """Return the look of a method; an unknown method gets a look from its name, the same in every study and session."""
     if method in LOOKS:
         return LOOKS[method]
     number = zlib.crc32(method.encode())
@@ -79,7 +79,8 @@ def look_of(method: str) -> Look:
 
 
 def twin(look: Look, number: int) -> Look:
-    """The look of a method's arm of this number, from 0 on: the same colour with another dash and another marker."""
+    """Return the look of the arm `number`, from 0 on, of a method: the same colour with another dash and another
+    marker."""
     dashes = [look.dash, *(dash for dash in _DASHES if dash != look.dash)]
     markers = [look.marker, *(marker for marker in _MARKERS if marker != look.marker)]
     lap, place = divmod(number, len(dashes))
@@ -88,7 +89,7 @@ def twin(look: Look, number: int) -> Look:
 
 @dataclass(frozen=True)
 class Condition:
-    """Arms that share a noise scale: one panel."""
+    """A noise scale and the arms that share it, which are drawn in one panel."""
 
     noise: float
     arms: tuple[str, ...]
@@ -103,7 +104,7 @@ class Condition:
 
 
 def conditions(data: StudyData) -> list[Condition]:
-    """Natural first, then growing noise."""
+    """Return the conditions of a study: natural routing first, then growing noise."""
     arms = data.arms
     return [
         Condition(float(noise), tuple(str(arm) for arm in arms.index[arms["noise"] == noise]))
@@ -112,7 +113,8 @@ def conditions(data: StudyData) -> list[Condition]:
 
 
 def arm_looks(data: StudyData, arms: Sequence[str]) -> dict[str, tuple[Look, str]]:
-    """Look and legend label of arms in one panel; arms of one method share its colour and differ in dash and marker."""
+    """Return the look and the legend label of every arm in one panel; arms of one method share a colour and differ in
+    dash and marker."""
     found: dict[str, tuple[Look, str]] = {}
     methods = data.arms.loc[list(arms), "method"]
     for arm in arms:
@@ -120,28 +122,29 @@ def arm_looks(data: StudyData, arms: Sequence[str]) -> dict[str, tuple[Look, str
         twins = [a for a in arms if methods[a] == method]
         look = twin(look_of(method), twins.index(arm))
         label = str(data.arms.loc[arm, "label"])
-        label = f" {label}" if label.startswith("_") else label  # such a one matplotlib leaves out of legends
+        label = f" {label}" if label.startswith("_") else label  # legends leave out labels that begin with _
         found[arm] = (look, label)
     return found
 
 
 def arm_colour(data: StudyData, arm: str) -> str:
-    """That of its method."""
+    """Return the colour of an arm, which is that of its method."""
     return look_of(str(data.arms["method"][arm])).colour
 
 
 def panels(
     rows: int, columns: int, height: float, width: float | None = None, **options: Any
 ) -> tuple[Figure, np.ndarray]:
-    """A figure with a grid of axes [rows, columns]; without a width `WIDTH`, or less for one column. `options` are
-    those of `Figure.subplots`. To be called in `house_style`."""
+    """Return a figure with a grid of axes [rows, columns]. Without a width the figure has `WIDTH`, or less for one
+    column. `options` are those of `Figure.subplots`. Call this in `house_style`."""
     figure = Figure(figsize=(width or (WIDTH if columns > 1 else 0.65 * WIDTH), height))
     axes: np.ndarray = figure.subplots(rows, columns, **{"squeeze": False, **options})
     return figure, axes
 
 
 def legend_above(figure: Figure, axes: np.ndarray | Sequence[Axes], extra: Sequence[Artist] = ()) -> None:
-    """One legend for all panels, above them; entries of the same label appear once."""
+    """Draw one legend for all panels, above the panels; entries of the same label appear once. `extra`: further
+    entries."""
     entries: dict[str, Any] = {}
     for ax in np.ravel(np.asarray(axes, dtype=object)):
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -151,7 +154,7 @@ def legend_above(figure: Figure, axes: np.ndarray | Sequence[Axes], extra: Seque
     if entries:
         wide = float(figure.get_figwidth())
         letters = int((wide - 0.5) / LETTER)
-        # in lines of so many letters, but for one with mathematics, which ends with its line
+        # labels are wrapped, except those with mathematics, which must stay on one line
         labels = [label if "$" in label else fill(label, letters) for label in entries]
         figure.set_figheight(figure.get_figheight() + 0.15 * sum(label.count("\n") for label in labels))
         figure.legend(
@@ -164,7 +167,8 @@ def legend_above(figure: Figure, axes: np.ndarray | Sequence[Axes], extra: Seque
 
 
 def legend_columns(labels: Sequence[str], width: float) -> int:
-    """Columns, at most four, of a legend that fits `width` inches; entries fill one column after the other.
+    """Return how many columns, at most four, a legend of `width` inches has room for; entries fill one column after the
+    other.
 
     >>> legend_columns(["GRPO", "GSPO"], 7.0), legend_columns(["GRPO + Routing Replay"] * 4, 4.5)
     (2, 2)
@@ -177,44 +181,46 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
 
 
 def inches(label: str, points: float | int = 8) -> float:
-    """How wide a label is, in letters of so many points (those of a legend): capitals are wide, formulas are short."""
+    """Return the width in inches of a label in letters of so many points (those of a legend), as it is drawn: capitals
+    are wide, formulas are short."""
     font = FontProperties(size=points)
-    _tell_lacking(label)
+    _warn_of_lacking_letters(label)
     lines = [(line, bool(is_math_text(line))) for line in label.split("\n")]
     return max(float(text_to_path.get_text_width_height_descent(line, font, math)[0]) for line, math in lines) / 72
 
 
-def _tell_lacking(label: str) -> None:
-    """One warning for letters that the font lacks."""
+def _warn_of_lacking_letters(label: str) -> None:
+    """Warn about letters of a label that the font lacks, once for each letter."""
     known = get_font(findfont(FontProperties())).get_charmap()
-    lacking = {letter for letter in label if letter.isprintable() and ord(letter) not in known} - _TOLD
+    lacking = {letter for letter in label if letter.isprintable() and ord(letter) not in known} - _WARNED_LETTERS
     if lacking:
-        _TOLD.update(lacking)
+        _WARNED_LETTERS.update(lacking)
         letters = "".join(sorted(lacking))
         warnings.warn(f"the font of the figures lacks {letters}; boxes stand there in PNG and PDF", stacklevel=3)
 
 
 def log_y(ax: Axes, low: float | int | None = None, high: float | int | None = None) -> None:
-    """Log y axis from `low` to `high` (None: as the data have it), with plain numbers (0.2, 0.5) where the range is
-    short and powers of ten where it is long; a linear one where nothing is positive."""
+    """Make the y axis logarithmic, from `low` to `high` (None: as the data have it), with plain numbers (0.2, 0.5) if
+    the range is short and powers of ten if it is long. The axis stays linear if no value is positive."""
     positive = np.isfinite(ax.dataLim.minposy)
     if positive:
         ax.set_yscale("log")
-    if (low, high) != (None, None):  # before the ticks, which go by the range
+    if (low, high) != (None, None):  # before the ticks, which depend on the range
         ax.set_ylim(low, high)
     if positive:
         _log_ticks(ax.yaxis, (1, 2, 3, 5), 5)
 
 
 def log_x(ax: Axes) -> None:
-    """As `log_y`, of the x axis, where labels need more room."""
+    """Make the x axis logarithmic as `log_y` does the y axis, with fewer ticks, because their labels need more room."""
     if np.isfinite(ax.dataLim.minposx):
         ax.set_xscale("log")
         _log_ticks(ax.xaxis, (1, 2, 5), 3)
 
 
 def _log_ticks(axis: Axis, subs: Sequence[int], few: int) -> None:
-    """`subs`: of a decade, where several are shown; `few`: most intervals where it is less than a factor of two."""
+    """Set the ticks of a log axis. `subs`: ticks of a decade, where several are shown; `few`: most intervals where the
+    range is less than a factor of two."""
     low, high = axis.get_view_interval()
     axis.set_minor_locator(NullLocator())  # minor ticks have no length here, and finding them is slow
     axis.set_major_formatter(FuncFormatter(_power))  # matplotlib's own goes through mathtext, which is slow
@@ -225,7 +231,8 @@ def _log_ticks(axis: Axis, subs: Sequence[int], few: int) -> None:
 
 
 def label_bar(bar: Colorbar, label: str, inches: float) -> None:
-    """The label of a vertical colour bar `inches` high: beside its middle; hanging from its top where it is longer."""
+    """Write the label of a vertical colour bar `inches` high: beside its middle, or hanging from its top if the label
+    is longer."""
     bar.outline.set_visible(False)
     bar.locator = MaxNLocator(int(np.clip(4 * inches, 1, 4)))  # before the layout, which makes room for the numbers
     if inches > 0.075 * len(label):
@@ -235,33 +242,35 @@ def label_bar(bar: Colorbar, label: str, inches: float) -> None:
 
 
 def reward_limits(rewards: "pd.Series[float]") -> tuple[float | int | None, float | int | None]:
-    """Of an axis of rewards: from 0 to a little above the best and at most 1, where rewards lie there; penalties and
-    rewards of -1 and 1 are below 0, and get all the room that they need."""
+    """Return the limits of an axis of rewards, None where the data decide: from 0 to a little above the best, and at
+    most 1. The upper limit is None if the best is above 1; both are None if rewards are below 0 (penalties, rewards of
+    -1 and 1)."""
     low, best = float(rewards.min()), float(rewards.max())
     if low < 0:
         return None, None
-    return 0, None if best > 1 else min(1.0, best * 1.08) or 1.0  # a task may never be solved
+    return 0, None if best > 1 else min(1.0, best * 1.08) or 1.0  # 1 if no task was ever solved
 
 
 def step_axis(ax: Axes, label: str = "RL step") -> None:
-    """Whole numbers only."""
+    """Label an x axis of steps and set its ticks at whole numbers only."""
     ax.set_xlabel(label)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1))
 
 
 def bare(ax: Axes) -> None:
-    """Neither grid nor frame nor tick marks: of a heat map."""
+    """Remove grid, frame and tick marks from the axes of a heat map."""
     ax.grid(False)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
 
 
 def plain(value: float, _: int) -> str:
-    """A tick label without powers or trailing zeros."""
+    """Return a tick label without powers or trailing zeros."""
     return f"{value:g}"
 
 
 def _power(value: float, _: int) -> str:
+    """Return a tick label as a power of ten."""
     exponent = round(np.log10(value))
     return f"{10**exponent}" if exponent in (0, 1) else "10" + str(exponent).translate(_SUPERSCRIPT)
 

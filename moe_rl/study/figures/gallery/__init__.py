@@ -1,1 +1,2 @@
-"""The figures of a study, one file each. A file that is put here is found; nothing else lists them."""
+"""The figures of a study, one file each. Every file in this folder is imported and so registers its figure; no other
+list names the files."""

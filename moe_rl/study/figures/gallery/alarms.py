@@ -1,4 +1,4 @@
-"""At which steps signals crossed their thresholds: heat maps of arm and step, one panel per signal."""
+"""The steps at which signals crossed their thresholds: heat maps of arm and step, one panel per signal."""
 
 from collections.abc import Mapping
 
@@ -60,8 +60,10 @@ def _maps(
     crossed: list[Alarm],
     falls: list[tuple[str, int]],
 ) -> Figure:
+    """Return a figure with a heat map for each alarm that crossed: share of an arm's runs beyond the threshold, by
+    step."""
     arms = drawn_arms(data)
-    shown: list[Alarm | None] = [*crossed] or [None]  # None: collapses alone
+    shown: list[Alarm | None] = [*crossed] or [None]  # None: a panel of collapses alone
     labels = [in_two_lines(short_label(data, arm, 999)) for arm in arms]
     each = 0.2 if any("\n" in label for label in labels) else 0.125
     drawn, axes = panels(len(shown), 1, 0.6 + len(shown) * (0.3 + each * len(arms)), PAGE, sharex=True)
@@ -73,7 +75,7 @@ def _maps(
     for ax, alarm in zip(axes, shown, strict=True):
         beyond, there = np.zeros((2, len(arms), 1 + int(last["step"].max())))
         own = frame[frame["alarm"] == alarm.name] if alarm else frame
-        for arm, step in zip(own["arm"], own["step"], strict=True):  # a run crosses once a step
+        for arm, step in zip(own["arm"], own["step"], strict=True):  # at most one row per run and step
             if arm in arms:
                 beyond[arms.index(arm), step] += 1
         for arm, seed, step in zip(last["arm"], last["seed"], last["step"], strict=True):

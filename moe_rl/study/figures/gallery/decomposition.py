@@ -1,4 +1,4 @@
-"""Where the log-ratio comes from: weights, routes and their interaction, by update and level."""
+"""Decomposition of the log-ratio into weights, routes and their interaction, by update and level (token, sequence)."""
 
 from itertools import combinations
 
@@ -52,7 +52,7 @@ def decomposition(data: StudyData) -> Drawing:
             column[2].plot(means.index, means, "o-", color=PARTS["routing"], mfc=face, ms=3.5, lw=1)
         column[0].set_title(short_label(data, arm, min(15, 60 // len(arms))), fontsize=7 if len(arms) < 5 else 6)
         column[2].set_xticks(sorted(of_arm["update"].unique())[:: max(1, of_arm["update"].nunique() // 4)])
-    middle = {} if len(arms) % 2 else {"x": 1.1}  # between the two in the middle
+    middle = {} if len(arms) % 2 else {"x": 1.1}  # place the label between the two middle panels
     axes[2, (len(arms) - 1) // 2].set_xlabel("update within the step", **middle)
     low, high = (f(ax.get_ylim()[i] for ax in axes[:2, 0]) for i, f in enumerate((min, max)))
     for ax in axes[:2, 0]:
@@ -75,7 +75,8 @@ def decomposition(data: StudyData) -> Drawing:
 
 
 def share_table(data: StudyData) -> pd.DataFrame:
-    """By arm, seed, update, level and part: `share` of Var(log r), `variance` of the part (nats², mean over steps)."""
+    """Return by arm, seed, update, level and part: `share` of Var(log r), `variance` of the part (nats², mean over
+    steps)."""
     pairs = list(combinations(PARTS, 2))
     names = [f"{lv}_{n}" for lv in LEVELS for n in ("variance", *(f"var_{p}" for p in PARTS))]
     names += [f"{level}_cov_{a}_{b}" for level in LEVELS for a, b in pairs]

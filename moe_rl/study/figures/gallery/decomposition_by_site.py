@@ -1,4 +1,4 @@
-"""What each routing site has of the whole effect of replay, alone and last, after the last update."""
+"""The share of each routing site in the whole effect of replay, alone and last, after the last update."""
 
 import numpy as np
 import pandas as pd
@@ -56,7 +56,7 @@ def decomposition_by_site(data: StudyData) -> Drawing:
 
 
 def site_table(data: StudyData) -> pd.DataFrame:
-    """By arm, seed, site and kind (alone, last): `share` of the replay effect's token variance, last update."""
+    """Return by arm, seed, site and kind (alone, last): `share` of the replay effect's token variance, last update."""
     rows = need(data.decompositions, COLUMNS, "decomposition_by_site")
     rows = last_updates(rows[rows["replay_effect_var"] > 0])
     found = []

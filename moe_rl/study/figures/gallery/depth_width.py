@@ -1,5 +1,5 @@
-"""Change of routes, and the variance that replay removes, against layers, experts and experts per token: power laws,
-drawn where a study has three sizes along one of them."""
+"""Changes of routes, and the variance that replay removes, against the number of layers, of experts and of experts per
+token, with power laws; drawn where a study has three sizes along one of these axes."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ from moe_rl.study.statistics import seed_interval
 from moe_rl.study.summary import last_updates
 
 AXES = {"num_layers": "layers", "num_experts": "experts", "num_experts_per_tok": "experts per token, k"}
-"""Field of `model.tiny` -> words."""
+"""Field of `model.tiny` -> its name in the figure."""
 QUANTITIES = {
     "slot_change": ("slots", "#D55E00", "o"),
     "site_change": ("sites", "#0B4A8F", "s"),
@@ -27,9 +27,10 @@ QUANTITIES = {
     "removed": ("variance that replay removes", "#7B3F98", "D"),
 }
 EQUAL_REWARD = (0.4, 0.6)
-"""Mean rewards of the batches that count: sizes are compared at what they can do, not at when they could."""
+"""Range of the mean reward of the batches that count, so that sizes are compared at equal reward, not at equal
+steps."""
 FEWEST = 3
-"""Fewer sizes are no curve."""
+"""Fewest sizes that make a curve."""
 
 
 @figure(
@@ -81,9 +82,11 @@ def depth_width(data: StudyData) -> Drawing:
 
 
 def size_rows(data: StudyData) -> tuple[pd.DataFrame, list[str]]:
-    """One row per run at equal reward: its sizes (the fields of AXES), rates pooled over steps, `independent_sites`
-    (how many independent sites with this site rate would give the token rate), `removed` (mean over steps, nats²);
-    and the runs, as ARM/seedN, that have no step at that reward."""
+    """Return a table with one row per run at equal reward, and the runs, as ARM/seedN, that have no step at that
+    reward.
+
+    Columns: the run's sizes (the fields of AXES), rates pooled over steps, `independent_sites` (how many independent
+    sites with this site rate would give the token rate), `removed` (mean over steps, nats²)."""
     sizes = {run.arm: {axis: _tiny(run.config).get(axis) for axis in AXES} for run in data.runs}
     low, high = EQUAL_REWARD
     rewards = data.rollouts.groupby(["arm", "seed", "step"])["reward"].mean()
@@ -109,7 +112,7 @@ def size_rows(data: StudyData) -> tuple[pd.DataFrame, list[str]]:
 
 
 def along(rows: pd.DataFrame, axis: str) -> pd.DataFrame:
-    """The runs that differ along one axis: those with the value that most arms have in the others."""
+    """Return the runs that differ along one axis: those that have, on the other axes, the value that most arms have."""
     arms = rows.drop_duplicates("arm")
     for other in AXES:
         if other != axis and len(arms):
@@ -118,20 +121,21 @@ def along(rows: pd.DataFrame, axis: str) -> pd.DataFrame:
 
 
 def varied(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The axes along which there are enough sizes, with their runs."""
+    """Return the axes along which there are at least `FEWEST` sizes, with their runs."""
     return {axis: part for axis in AXES if len(part := along(rows, axis)) and part[axis].nunique() >= FEWEST}
 
 
 def power_laws(rows: pd.DataFrame, quantities: Iterable[str] = tuple(QUANTITIES)) -> list[dict[str, Any]]:
-    """`power_law` of every quantity along every axis with enough sizes: `axis`, `quantity` and its fields."""
+    """Return `power_law` of every quantity along every axis with enough sizes: `axis`, `quantity` and its fields."""
     names = list(quantities)
     found = ((axis, name, power_law(part, axis, name)) for axis, part in varied(rows).items() for name in names)
     return [{"axis": axis, "quantity": name, **fit} for axis, name, fit in found if fit is not None]
 
 
 def power_law(rows: pd.DataFrame, axis: str, quantity: str) -> dict[str, float | int] | None:
-    """quantity = a size^b, by least squares on logarithms for each seed with two sizes or more: `exponent` (mean over
-    seeds) with `low` and `high`, `level` (geometric mean of a), `seeds`. None where nothing is above 0."""
+    """Return the fit of quantity = a size^b, by least squares on logarithms for each seed with two sizes or more:
+    `exponent` (mean over seeds) with `low` and `high`, `level` (geometric mean of a), `seeds`. None if no seed has two
+    sizes with a quantity above 0."""
     exponents, levels = [], []
     for _, part in rows[rows[quantity] > 0].groupby("seed"):
         if part[axis].nunique() >= 2:
@@ -145,24 +149,27 @@ def power_law(rows: pd.DataFrame, axis: str, quantity: str) -> dict[str, float |
 
 
 def _draw(ax: Axes, shown: pd.DataFrame, fit: Mapping[str, Any], scale: int) -> None:
+    """Draw one quantity along one axis: its runs, their geometric means and the fitted power law."""
     axis, name = fit["axis"], fit["quantity"]
     label, colour, marker = QUANTITIES[name]
     ax.plot(shown[axis], scale * shown[name], marker, color=colour, ms=2.4, alpha=0.45, mew=0, ls="")
-    means = shown.groupby(axis)[name].agg(_geometric)  # as the fit: of logarithms
+    means = shown.groupby(axis)[name].agg(_geometric)  # geometric, because the fit is of logarithms
     ax.plot(means.index, scale * means, marker, color=colour, mec="white", ms=5.5, ls="", label=label)
     x = np.array([means.index.min(), means.index.max()], float)
     ax.plot(x, scale * fit["level"] * x ** fit["exponent"], color=colour, lw=0.9, ls=(0, (4, 2)))
 
 
 def _geometric(values: "pd.Series[float]") -> float:
+    """Return the geometric mean."""
     return float(np.exp(np.log(values).mean()))
 
 
 def _words(fit: Mapping[str, Any]) -> str:
+    """Return a fitted power law in words."""
     interval = f" [{fit['low']:.2g}, {fit['high']:.2g}]" if np.isfinite(fit["low"]) else ""
     return f"{QUANTITIES[fit['quantity']][0]} ~ {AXES[fit['axis']]}^{fit['exponent']:.2g}{interval}".replace("-", "−")
 
 
 def _tiny(config: dict[str, Any]) -> dict[str, Any]:
-    """The tiny policy's sizes; empty for a model that was loaded."""
+    """Return the tiny policy's sizes; empty for a model that was loaded."""
     return {} if at(config, "model", "path") else section(config, "model", "tiny")

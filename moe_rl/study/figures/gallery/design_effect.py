@@ -1,4 +1,5 @@
-"""How much averaging over tokens removes of what routing does to the log-ratio, by how many tokens are averaged."""
+"""The design effect: how much averaging over tokens removes of the routing part of the log-ratio, by tokens
+averaged."""
 
 import numpy as np
 import pandas as pd
@@ -9,7 +10,7 @@ from moe_rl.study.figures.register import PROBE, Drawing, figure
 from moe_rl.study.figures.style import PALE, NothingToDraw
 
 FEWEST_BLOCKS = 30
-"""Blocks of a length, in one probe, from which a variance is taken."""
+"""Fewest blocks of one length, in one probe, from which a variance is taken."""
 NEEDED = ["logp_natural", "logp_replayed", "pos"]
 KEYS = ["arm", "seed", "step", "update"]
 
@@ -38,7 +39,7 @@ def design_effect(data: StudyData) -> Drawing:
     drawn = curves(data, tables, "design effect", "tokens averaged", thin=False, ylim=(0, top), above=0.2)
     lengths = np.array(sorted(table["length"].unique()))
     for ax in drawn.axes:
-        ax.set_xticks(lengths[-4:])  # each is twice the one before: shorter ones would stand on one another
+        ax.set_xticks(lengths[-4:])  # lengths double, so that the labels of shorter ones would overlap
         ax.plot(lengths, lengths, color=PALE, lw=0.9, ls=(0, (1, 2)), zorder=1, label="a block moves as one")
         ax.axhline(1, color=PALE, lw=0.9, zorder=1)
     drawn.legend()
@@ -46,12 +47,14 @@ def design_effect(data: StudyData) -> Drawing:
 
 
 def design_effects(tokens: pd.DataFrame) -> pd.DataFrame:
-    """By arm, seed, step, update and `length` m = 1, 2, 4, ...: `design_effect`, m Var(means of blocks of m) /
-    Var(tokens) of the routing part (divisor n), over the tokens that lie in whole blocks; `tokens_flipped`, the same of
-    whether a token's routes changed at any site, where flips were recorded."""
+    """Return the design effect by arm, seed, step, update and `length` m = 1, 2, 4, ...
+
+    `design_effect`: m Var(means of blocks of m) / Var(tokens) of the routing part (divisor n), over the tokens that lie
+    in whole blocks; `tokens_flipped`: the same of whether a token's routes changed at any site, if flips were
+    recorded."""
     rows = tokens[[*KEYS, *NEEDED, "seq", *(["flips"] if "flips" in tokens else [])]]
     rows = rows.dropna(subset=[name for name in rows if name != "flips"])
-    if "flips" in rows:  # other trainers' probes may have none
+    if "flips" in rows:  # probes of other trainers may have no flips
         some = rows["flips"].notna().groupby([rows[key] for key in KEYS], observed=True).transform("any")
         rows = rows[rows["flips"].notna() | ~some]
     values = {"design_effect": (rows["logp_natural"] - rows["logp_replayed"]).to_numpy(dtype=float)}
@@ -82,5 +85,5 @@ def design_effects(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def _variance(values: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
-    """The variance within each group, about the group's own mean; NaN without values."""
+    """Return the variance within each group, about the group's own mean; NaN for a group without values."""
     return pd.Series(values).groupby(group).var(ddof=0).reindex(range(groups)).to_numpy()

@@ -1,4 +1,4 @@
-"""How far the policy moves within a step: KL and extreme tokens, with the steps at which runs collapsed."""
+"""The movement of the policy within a step: KL and extreme tokens, with the steps at which runs collapsed."""
 
 import numpy as np
 import pandas as pd
@@ -36,8 +36,8 @@ def divergence(data: StudyData) -> Drawing:
 
 
 def extreme_share(data: StudyData) -> pd.DataFrame:
-    """F(2) by arm, seed and step, live routing, after the last update: from the probe's counts, else from the stored
-    tokens (runs of versions that did not count them); empty where neither was recorded."""
+    """Return F(2) by arm, seed and step, live routing, after the last update: from the probe's counts or, in runs of
+    versions that did not count, from the stored tokens; empty if neither was recorded."""
     keys = ["arm", "seed", "step"]
     if {"extreme_2_natural", "tokens"} <= set(data.probes):
         rows = last_updates(data.probes)

@@ -1,5 +1,5 @@
-"""What volatility costs: score and ratio variance against the measured dose of routing change; drawn where a method has
-arms of at least four doses."""
+"""Score and ratio variance against the measured dose of routing change; drawn where a method has arms of at least four
+doses."""
 
 import numpy as np
 import pandas as pd
@@ -17,7 +17,7 @@ from moe_rl.study.statistics import seed_interval
 from moe_rl.study.summary import in_run_variance, noise_floor
 
 FEWEST_DOSES = 4
-"""Fewer doses are no curve: they are told in the figure of final rewards."""
+"""Fewest doses that make a curve; the figure of final rewards shows fewer."""
 
 
 @figure(
@@ -36,7 +36,7 @@ FEWEST_DOSES = 4
 )
 def dose_response(data: StudyData) -> Drawing:
     seeds = dose_table(data)
-    seeds = seeds[seeds["arm"].isin(drawn_arms(data))]  # a replay run under noise repeats its natural one
+    seeds = seeds[seeds["arm"].isin(drawn_arms(data))]  # without replay runs under noise, which repeat natural runs
     most = int(seeds.groupby("method")["noise"].nunique().max()) if len(seeds) else 0
     if most < FEWEST_DOSES:
         raise NothingToDraw(
@@ -74,7 +74,7 @@ def dose_response(data: StudyData) -> Drawing:
 
 
 def dose_table(data: StudyData) -> pd.DataFrame:
-    """One row per arm and seed: method, noise, `dose` (slots changed in the update forward, %), `final` reward,
+    """Return one row per arm and seed: method, noise, `dose` (slots changed in the update forward, %), `final` reward,
     `variance` of the token log-ratio in training (mean over steps, nats²)."""
     keys = ["arm", "seed"]
     found = (100 * slots_rerouted(data, keys)).rename("dose").to_frame()
@@ -86,7 +86,7 @@ def dose_table(data: StudyData) -> pd.DataFrame:
 
 
 def interval_table(rows: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
-    """Per arm: mean of x over seeds; n, mean, low and high of y."""
+    """Return one row per arm: mean of x over seeds; n, mean, low and high of y."""
     found = []
     for arm, part in rows.groupby("arm", sort=False):
         one = seed_interval(part[y].to_numpy(dtype=float))
@@ -95,7 +95,7 @@ def interval_table(rows: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
 
 
 def draw_marks(ax: Axes, table: pd.DataFrame, seeds: pd.DataFrame, x: str, y: str, look: Look, label: str) -> None:
-    """Means with their intervals, and the seeds beside them: marks alone, nothing drawn through them."""
+    """Draw means with their intervals, and the seeds beside them: marks alone, with no line that joins them."""
     ax.plot(seeds[x], seeds[y], look.marker, ls="", color=look.colour, ms=2.4, alpha=0.45, mew=0)
     known = table[np.isfinite(table["low"])]
     ax.vlines(known[x], known["low"], known["high"], colors=look.colour, linewidths=2.4, alpha=0.35)
@@ -103,6 +103,7 @@ def draw_marks(ax: Axes, table: pd.DataFrame, seeds: pd.DataFrame, x: str, y: st
 
 
 def method_label(data: StudyData, method: str) -> str:
-    """What the labels of all arms of a method have in common, up to a comma: without what tells them apart."""
+    """Return what the labels of all arms of a method have in common, up to a comma: without what tells the arms
+    apart."""
     labels = [str(label).split(",")[0].split() for label in data.arms.loc[data.arms["method"] == method, "label"]]
     return " ".join(words[0] for words in zip(*labels, strict=False) if len(set(words)) == 1) or " ".join(labels[0])

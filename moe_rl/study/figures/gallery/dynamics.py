@@ -13,7 +13,7 @@ QUANTITIES = {
     "groups_equal": ("rollouts", "groups without\nsignal, %", 100.0),
 }
 CONSTANT = 0.01
-"""A quantity whose means over seeds stay within this share of their mean is told, not drawn."""
+"""A quantity whose means over seeds span at most this share of their average is given in the caption, not drawn."""
 
 
 @figure(
@@ -50,4 +50,5 @@ def dynamics(data: StudyData) -> Drawing:
 
 
 def _flat(means: pd.Series) -> bool:
+    """Return whether means span at most the share `CONSTANT` of their average."""
     return bool(means.max() - means.min() <= CONSTANT * abs(means.mean()))

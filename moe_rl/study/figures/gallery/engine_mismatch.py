@@ -37,7 +37,7 @@ WHAT = ("slots", "sites", "tokens")
 def engine_mismatch(data: StudyData) -> Drawing:
     table = engine_table(data)
     arms = [str(arm) for arm in data.arms.index if arm in set(table["arm"])]
-    height = 1.15 + 0.3 * max(len(arms), 4)  # fewer leave no room beside legend and labels
+    height = 1.15 + 0.3 * max(len(arms), 4)  # fewer rows leave no room beside legend and labels
     drawn, ((left, right),) = panels(1, 2, height, PAGE, sharey=True, width_ratios=[2.2, 1])
     for y, arm in enumerate(arms):
         colour = arm_colour(data, arm)
@@ -81,9 +81,9 @@ def engine_mismatch(data: StudyData) -> Drawing:
 
 
 def engine_table(data: StudyData) -> pd.DataFrame:
-    """By arm, seed and routing (live, R3): means over steps of `var_token`, `var_sequence` (nats²), `k3` (nats per
-    token), `extreme_fraction` and, of live routing, shares of slots, sites and tokens changed; `clipped_first`, share
-    of tokens clipped in the first update; `clip_low` of the arm. NaN where a trainer recorded none."""
+    """Return means over steps by arm, seed and routing (live, R3): `var_token`, `var_sequence` (nats²), `k3` (nats per
+    token), `extreme_fraction` and, of live routing, shares of slots, sites and tokens changed; also `clipped_first`,
+    share of tokens clipped in the first update, and `clip_low` of the arm. NaN where a trainer recorded none."""
     names = [*data.engines, *MEASURED, *(f"{what}{part}" for what in WHAT for part in ("_changed", ""))]
     rows = data.engines[data.engines["pair"].isin(list(PAIRS))].reindex(columns=list(dict.fromkeys(names)))
     rows["routing"] = rows["pair"].map(PAIRS)

@@ -1,4 +1,4 @@
-"""Change rate by update index within a step, under the three definitions."""
+"""Change rate by update index within a step, under its three definitions: slots, sites and tokens."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ DEFINITIONS = {
     "site": ("sites_changed", "sites", "sites changed\n/ L·tokens, %"),
     "token": ("tokens_changed", "tokens", "tokens with any\nsite changed, %"),
 }
-"""Name -> numerator, denominator, words: slot, expert slots replaced; site, (token, router) pairs whose set differs."""
+"""Name -> numerator, denominator, label. slot: expert slots replaced; site: (token, router) pairs whose set differs."""
 COUNTS = [count for changed, total, _ in DEFINITIONS.values() for count in (changed, total)]
 
 
@@ -71,7 +71,7 @@ def expert_change(data: StudyData) -> Drawing:
 
 
 def _rows(data: StudyData, rows: pd.DataFrame, floor: pd.DataFrame, frame: pd.DataFrame) -> Drawing:
-    """Many arms: a row each, after the first and after the last update."""
+    """Draw many arms in a row each: change rates after the first and after the last update."""
     ends = {"after the first update": rows[rows["update"] == 1], "after the last": last_updates(rows)}
     columns = []
     for i, (changed, total, words) in enumerate(DEFINITIONS.values()):
@@ -87,19 +87,19 @@ def _rows(data: StudyData, rows: pd.DataFrame, floor: pd.DataFrame, frame: pd.Da
 
 
 def _draw_reference(line: list[Axes]) -> None:
-    """The GSPO paper's value, where the axis can show it without flattening the data."""
+    """Draw the GSPO paper's value if the axis can show it without flattening the data; otherwise name it in a text."""
     ax, text = line[0], "GSPO paper: “roughly 10 %”,\ndenominator not defined"
     look: dict[str, Any] = {"fontsize": 6, "color": GREY}
     top = ax.get_ylim()[1]
     head = {"transform": ax.transAxes, "ha": "left", "va": "top", **look}
     if top < 30 * GSPO_CHANGE:
-        ax.set_ylim(0, 1.35 * top)  # headroom: the corners below belong to the data and to the noise floor
+        ax.set_ylim(0, 1.35 * top)  # headroom for the text: data and noise floor fill the corners below
         ax.text(0.03, 0.98, f"{text} (above this axis)", **head)
         return
     ax.set_ylim(0, max(top, 115 * GSPO_CHANGE))
     for each in line:
         each.axhline(100 * GSPO_CHANGE, color=GREY, lw=1, ls=(0, (1, 2)))
-    if top < 75 * GSPO_CHANGE:  # room under the dotted line; else the data rise through it: headroom
+    if top < 75 * GSPO_CHANGE:  # the text fits under the dotted line; otherwise it gets headroom
         ax.text(0.03, 98 * GSPO_CHANGE, text, transform=ax.get_yaxis_transform(), ha="left", va="top", **look)
     else:
         ax.set_ylim(0, 1.35 * ax.get_ylim()[1])

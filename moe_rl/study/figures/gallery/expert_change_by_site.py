@@ -1,4 +1,5 @@
-"""Where in the model experts change: heat maps of routing site and update; of many arms, of arm and site."""
+"""The sites of the model at which experts change: heat maps of routing site and update or, of many arms, of arm and
+site."""
 
 import numpy as np
 import pandas as pd
@@ -34,7 +35,7 @@ def expert_change_by_site(data: StudyData) -> Drawing:
     rows = rows[rows["site_names"].map(len) > 0]
     if rows.empty:
         raise NothingToDraw("expert_change_by_site: the runs name no routing site (site_names is empty)")
-    names = max((list(each) for each in rows["site_names"]), key=len)  # an arm of fewer layers has a part of them
+    names = max((list(each) for each in rows["site_names"]), key=len)  # an arm of fewer layers has only some of these
     pooled = _pooled(rows)
     if not pooled["site_slots"].any():
         raise NothingToDraw("expert_change_by_site: site_slots is 0 at every site")
@@ -56,7 +57,8 @@ def expert_change_by_site(data: StudyData) -> Drawing:
 
 
 def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
-    """Sums of changes and slots by arm, site and update, and their rate; where one of both is null, 0 of 0."""
+    """Return sums of changes and slots by arm, site and update, and their rate; an entry with a null in either counts
+    as 0 of 0."""
     found = []
     for (arm, update), part in rows.groupby(["arm", "update"], observed=True, sort=False):
         lists = [stacked(part[name], "expert_change_by_site") for name in ("site_slots_changed", "site_slots")]
@@ -71,7 +73,7 @@ def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _by_update(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: list[str], short: list[str]) -> Figure:
-    """A panel per arm: sites down, updates across."""
+    """Draw a panel per arm: sites down, updates across."""
     top = 100 * max(pooled["rate"].max(), floor.max(axis=None) if len(floor) else 0.0) or 1.0
     image = {"cmap": "Blues", "vmin": 0, "vmax": top}
     count = len(arms) + bool(len(floor))
@@ -98,7 +100,7 @@ def _by_update(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms:
 
 
 def _by_arm(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: list[str], short: list[str]) -> Figure:
-    """One map: arms down, sites across, after the last update."""
+    """Draw one map of all arms: arms down, sites across, after the last update."""
     last = last_updates(pooled)
     grid = 100 * last.pivot(index="arm", columns="site", values="rate").loc[arms]
     labels = [*(in_two_lines(short_label(data, arm, 999)) for arm in arms), *(f"noise floor, {name}" for name in floor)]
@@ -128,7 +130,7 @@ def _by_arm(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: li
 
 
 def _write_cells(ax: Axes, values: np.ndarray, top: float, most: int = 48) -> None:
-    """The numbers, where cells are large enough to hold them."""
+    """Write the numbers into the cells of a heat map, if it has at most `most` cells."""
     if values.size <= most:
         for (i, j), value in np.ndenumerate(values):
             if np.isfinite(value):
@@ -137,7 +139,7 @@ def _write_cells(ax: Axes, values: np.ndarray, top: float, most: int = 48) -> No
 
 
 def cell_number(value: float) -> str:
-    """A rate, in %, in at most four letters, so that neighbours stand apart.
+    """Return a rate, in %, in at most four letters, so that neighbours do not touch.
 
     >>> [cell_number(value) for value in (0.0, 0.001, 0.0623, 0.5, 8.24, 41.6, 100.0)]
     ['0', '<.01', '0.06', '0.5', '8.2', '42', '100']

@@ -1,4 +1,5 @@
-"""Final reward of every arm with its seeds and interval; under it, the paired differences that the study compares."""
+"""Final reward of every arm with its seeds and interval, and below it the paired differences that the study
+compares."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from moe_rl.study.outcomes import OUTCOMES, counts_shown, final_rewards, reward_
 from moe_rl.study.words import cut
 
 MOST_PAIRS = 16
-"""More comparisons than this are left to the table."""
+"""Most comparisons that are drawn; more are left to the table."""
 LONGEST, TALL = 44, 1.45  # letters of a comparison's name in one line; height of a row that has two
 INTERVAL, MEAN = 1.3, 0.55  # inches for a mean with and without its interval, right of the dots
 
@@ -70,7 +71,8 @@ def final_reward(data: StudyData) -> Drawing:
 
 
 def _numbers(drawn: Rows, table: pd.DataFrame, counts: dict[str, str], before: float, room: float) -> None:
-    """Mean with interval, and what went wrong, right of the dots, with as many inches for each."""
+    """Write each arm's mean with its interval, and the counts of what went wrong, right of the dots; `before` and
+    `room` are the inches for these two."""
     ax = drawn.axes[0]
     ax.set_xlabel(reward_names(table)[0], fontsize=7.5, labelpad=1)
     wide = ax.get_position().width * PAGE
@@ -88,7 +90,7 @@ def _numbers(drawn: Rows, table: pd.DataFrame, counts: dict[str, str], before: f
 
 
 def _differences(drawn: Rows, data: StudyData, pairs: list[Pair], measured: str) -> None:
-    """One row per comparison, by condition, in the colour of the arm that is compared."""
+    """Draw one row per comparison, by condition, in the colour of the arm that is compared."""
     pairs = sorted(pairs, key=lambda pair: pair.noise)
     total = drawn.figure.get_figheight()
     names = [_name(data, pair) for pair in pairs]
@@ -123,7 +125,7 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair], measured: str)
 
 
 def _name(data: StudyData, pair: Pair) -> str:
-    """`A − B`, in two lines where it is long."""
+    """Return the name of a comparison, `A − B`, in two lines if it is long."""
     words = [str(data.arms["label"][arm]).replace("GRPO + Routing Replay", "Replay") for arm in (pair.arm, pair.other)]
     one, other = (word.replace("Routing Replay", "Replay") for word in words)
     if len(one) + len(other) + 3 <= LONGEST:
@@ -132,13 +134,16 @@ def _name(data: StudyData, pair: Pair) -> str:
 
 
 def _height(names: Sequence[str]) -> float:
+    """Return the height of a comparison's row, more if any name has two lines."""
     return TALL if any("\n" in name for name in names) else 1.0
 
 
 def _several(pairs: Sequence[Pair]) -> bool:
+    """Return whether the comparisons are of several conditions."""
     return len({pair.noise for pair in pairs}) > 1
 
 
 def _rows(pairs: Sequence[Pair], names: Sequence[str]) -> float:
-    """Height of all comparisons, with a line for each condition where there are several, in rows of one line."""
+    """Return the height of all comparisons, in rows of one line, with a line for each condition if there are
+    several."""
     return len(pairs) * _height(names) + (len({pair.noise for pair in pairs}) if _several(pairs) else 0)

@@ -1,4 +1,4 @@
-"""How routing changes cluster, against independence: sites changed on one token, slots changed at one site."""
+"""Clustering of routing changes, against independence: sites changed on one token, slots changed at one site."""
 
 import numpy as np
 import pandas as pd
@@ -89,12 +89,14 @@ def flips_per_token(data: StudyData) -> Drawing:
 
 
 def _counts(counts: np.ndarray) -> pd.DataFrame:
+    """Return a histogram's counts and shares, and the shares of a binomial with the same mean."""
     counts = counts.astype(float)
     shares = {"value": np.arange(len(counts)), "count": counts, "share": counts / counts.sum()}
     return pd.DataFrame({**shares, "binomial": binomial_of(counts)})
 
 
 def _histogram(ax: Axes, table: pd.DataFrame, floor: pd.DataFrame, colour: str) -> None:
+    """Draw a histogram with its binomial and its noise floor."""
     ax.bar(table["value"], table["share"], color=colour, width=0.72)
     ax.plot(table["value"], table["binomial"], "o--", color=INK, mfc="white", lw=0.9, ms=3, label="if independent")
     draw_levels(ax, floor[floor.index > 0])

@@ -1,4 +1,4 @@
-"""How far the gradient under replay is from the natural one, beside that of two halves of the responses."""
+"""The cosine of the gradients under replay and under live routing, beside that of two halves of the responses."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ BESIDE = {
     "router_gradient_cosine": ("routers alone", (0, (5, 2))),
     "gradient_halves_cosine": ("two halves of the responses", (0, (1, 2))),
 }
-"""Cosines beside that of the gradients: what the legend says, and the dash."""
+"""Cosines drawn beside that of the gradients: words of the legend, and dash."""
 COSINES = ("gradient_cosine", *BESIDE)
 
 
@@ -46,8 +46,8 @@ def gradient_bias(data: StudyData) -> Drawing:
 
 
 def gradient_table(data: StudyData) -> pd.DataFrame:
-    """Per arm, seed and update: medians over probes of the cosines and norm ratios of gradients, and `layer_<name>` of
-    each layer's cosine."""
+    """Return medians over probes by arm, seed and update: cosines and norm ratios of gradients, and `layer_<name>`, the
+    cosine of each layer."""
     rows = data.probes.dropna(subset=["gradient_cosine"])
     names = [*COSINES, "gradient_norm_ratio", "router_gradient_norm_ratio"]
     found = rows.reindex(columns=["arm", "seed", "update", *names])  # other trainers may write some of them

@@ -1,4 +1,4 @@
-"""Quantiles of |log r| against the step: natural shaded, replayed outlined."""
+"""Quantiles of |log r| against the step: live routing as shades, replay as lines."""
 
 import numpy as np
 import pandas as pd
@@ -71,9 +71,9 @@ def log_ratio_bands(data: StudyData) -> Drawing:
 
 
 def _bands(ax: Axes, of: dict[str, pd.DataFrame], colour: str) -> None:
-    """Shades between the quantiles of live routing, lines for those under replay."""
+    """Draw shades between the quantiles of live routing, and lines at the quantiles under replay."""
     for kind, table in of.items():
-        if len(table) == 1:  # one stored step: a band needs a width
+        if len(table) == 1:  # one stored step, made wide enough for a band
             table = pd.concat([table.set_index(table.index - 0.4), table.set_index(table.index + 0.4)])
         x = table.index.to_numpy(dtype=float)
         sizes = table[list(QUANTILES)].clip(lower=1e-9)
@@ -86,7 +86,7 @@ def _bands(ax: Axes, of: dict[str, pd.DataFrame], colour: str) -> None:
 
 
 def _rows(data: StudyData, by_seed: pd.DataFrame, frame: pd.DataFrame) -> Drawing:
-    """Many arms: the size that 99 % of the tokens stay below, mean over the stored steps."""
+    """Draw many arms in a row each: the size that 99 % of the tokens stay below, mean over the stored steps."""
     sizes = by_seed.groupby(["routing", "arm", "seed"], observed=True)[0.99].mean().unstack("seed")
     table = {str(kind): part.droplevel("routing") for kind, part in sizes.groupby(level="routing")}
     dots = [Dots(table["natural"], "natural"), Dots(table["replayed"], "replayed", open=True)]

@@ -1,4 +1,5 @@
-"""Final and peak score against the number of updates that a batch is split into; drawn where a study varies it."""
+"""Final and peak score against the number of updates that a batch is split into; drawn where a study varies that
+number."""
 
 import pandas as pd
 
@@ -40,7 +41,7 @@ def minibatches(data: StudyData) -> Drawing:
         method = str(rows["method"].iloc[0])
         look = twin(look_of(method), drawn_methods.count(method))
         drawn_methods.append(method)
-        # arms of one N stand side by side about it, not on one another
+        # arms of one N stand side by side around N, so that they do not overlap
         beside = {
             n: 1.09 ** (names.index(label) - (len(names) - 1) / 2) for n, names in labels_of.items() if label in names
         }
@@ -70,8 +71,8 @@ def minibatches(data: StudyData) -> Drawing:
 
 
 def minibatch_table(data: StudyData) -> pd.DataFrame:
-    """One row per arm and seed without noise: method, label (up to its first comma), `updates` per batch, `steps`,
-    `final` reward as `measured`, and `peak`: the highest mean of `FINAL_STEPS` successive steps."""
+    """Return one row per arm and seed without noise: method, label (up to its first comma), `updates` per batch,
+    `steps`, `final` reward as `measured`, and `peak`: the highest mean of `FINAL_STEPS` successive steps."""
     rewards = {key: part["reward"] for key, part in data.rollouts.groupby(["arm", "seed"], observed=True)}
     outcomes = run_outcomes(data).set_index(["arm", "seed"])
     rows = []

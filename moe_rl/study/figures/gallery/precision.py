@@ -1,4 +1,5 @@
-"""What engines of several precisions re-route at equal weights, step by step, and how much of their gap is routing."""
+"""Slots that engines of several precisions re-route at equal weights, by step, and the share of routing in their
+gap."""
 
 import numpy as np
 import pandas as pd
@@ -19,13 +20,14 @@ FORMATS: dict[str, Look] = {
     "int4": Look("#CC79A7", (0, (6, 2, 1, 2, 1, 2)), "D"),
     "mxfp4": Look("#7A5195", (0, (3, 1.2, 1, 1.2, 1, 1.2)), "v"),
 }
-"""One look per format of the engine; lines of an engine whose training computes in it too are dotted."""
+"""One look per format of the engine; lines are dotted if training too uses a dtype other than float32 or rounded
+weights."""
 PANELS = {
     "slot_change": ("slots changed, %", 100),
     "k3": ("k3, nats per token", 1),
     "routing_share": ("routing share of\nthe mean gap, %", 100),
 }
-"""What is drawn: its label, and by what it is multiplied."""
+"""Quantities that are drawn: label, and factor."""
 
 
 @figure(
@@ -74,8 +76,8 @@ def precision(data: StudyData) -> Drawing:
 
 
 def precision_rows(data: StudyData) -> pd.DataFrame:
-    """By arm, seed and step: `slot_change` with `slots_changed` and `slots`, `k3`, `gap_mean` (nats) of live routing,
-    and `routing_share` = 1 - gap_mean under the engine's routes / gap_mean; NaN where there is no gap."""
+    """Return by arm, seed and step: `slot_change` with `slots_changed` and `slots`, `k3`, `gap_mean` (nats) of live
+    routing, and `routing_share` = 1 - gap_mean under the engine's routes / gap_mean; NaN where there is no gap."""
     keys = ["arm", "seed", "step"]
     live = data.engines[data.engines["pair"] == "engines"].set_index(keys)
     forced = data.engines[data.engines["pair"] == "engines_replayed"].set_index(keys)["gap_mean"]
@@ -87,8 +89,9 @@ def precision_rows(data: StudyData) -> pd.DataFrame:
 
 
 def precision_table(data: StudyData) -> pd.DataFrame:
-    """By arm and seed, over all steps: `slot_change` (pooled), `k3` (geometric mean), `routing_share` (mean); and from
-    the first five steps to the last: `k3_growth`, ratio of geometric means, `share_growth`, difference of means."""
+    """Return by arm and seed, over all steps: `slot_change` (pooled), `k3` (geometric mean), `routing_share` (mean);
+    and from the first five steps to the last: `k3_growth`, ratio of geometric means, `share_growth`, difference of
+    means."""
     found = []
     for (arm, seed), part in precision_rows(data).groupby(["arm", "seed"], sort=False):
         steps = part.sort_values("step")
@@ -108,8 +111,8 @@ def precision_table(data: StudyData) -> pd.DataFrame:
 
 
 def flip_ratio(data: StudyData, formats: dict[str, tuple[str, bool]]) -> str | None:
-    """Slots that fp16 changes over those that bf16 changes, by seed over all steps: mean and interval in words; None
-    where one of the two engines is not there."""
+    """Return the slots that fp16 changes over those that bf16 changes, by seed over all steps: mean and interval in
+    words; None if one of the two engines is missing."""
     rows = precision_rows(data)
     rates = {}
     for name in ("float16", "bfloat16"):
@@ -122,8 +125,9 @@ def flip_ratio(data: StudyData, formats: dict[str, tuple[str, bool]]) -> str | N
 
 
 def engine_format(config: dict) -> tuple[str, bool]:
-    """The format of a run's rollout engine (that of its weights where these are rounded), and whether training computes
-    in a 16-bit dtype or with rounded weights too; empty where the model itself samples or routers alone are rounded."""
+    """Return the format of a run's rollout engine (that of its weights if these are rounded), and whether training too
+    uses a dtype other than float32 or rounded weights. The format is empty if the model itself samples or routers are
+    rounded."""
     engine = section(config, "rollout", "engine")
     if engine.get("kind") != "hf" or engine.get("router_format"):
         return "", False

@@ -1,4 +1,4 @@
-"""Old against new token probability as a density, natural above, replayed below."""
+"""The density of old against new token probabilities, natural above, replayed below."""
 
 import numpy as np
 import pandas as pd
@@ -12,7 +12,7 @@ from moe_rl.study.figures.style import GREY, PAGE, panels
 from moe_rl.study.summary import last_updates
 
 EDGES = np.linspace(0, 1, 41)
-# one token must be seen on white and on a dark page: the scale begins in the middle
+# the scale begins with a middle tone, so that one token is seen on a white and on a dark page
 SCALE = LinearSegmentedColormap.from_list("tokens", ["#7fa8d1", "#3d7ab8", "#7b4fa0", "#c2387a", "#f08a24", "#ffd84d"])
 
 
@@ -76,7 +76,7 @@ def probability_scatter(data: StudyData) -> Drawing:
 
 
 def _gaps(tokens: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """kind -> mean absolute difference of probability, index arm, columns seeds."""
+    """Return for each kind the mean absolute difference of probability: index arm, columns seeds."""
     old, run = np.exp(tokens["old_logp"]), [tokens["arm"].astype(str), tokens["seed"]]
     gaps = {kind: (np.exp(tokens[f"logp_{kind}"]) - old).abs() for kind in ("natural", "replayed")}
     return {kind: gap.groupby(run).mean().unstack("seed") for kind, gap in gaps.items()}

@@ -44,7 +44,7 @@ def tail_fraction(data: StudyData) -> Drawing:
                 colour = arm_colour(data, arm)
                 ax.plot(share[share > 0], color=colour, ls=(0, (1, 1.5)), lw=1.1)
     first, last = drawn.axes[0], max(float(table.index.max()) for table in natural.values())
-    if not many(data):  # a picture of the grey lines would not follow
+    if not many(data):  # with many arms the grey lines are a picture, which keeps its scale
         for ax in drawn.axes:
             ax.set_xscale("log")
         first.set_xlim(TAUS[0], min(TAUS[-1], max(1.1, last * 1.1)))
@@ -64,7 +64,7 @@ def tail_fraction(data: StudyData) -> Drawing:
 
 
 def _tails(tokens: pd.DataFrame, kind: str) -> dict[str, pd.DataFrame]:
-    """arm -> share of tokens beyond every τ (rows), by seed."""
+    """Return for each arm the share of tokens beyond every τ (rows), by seed (columns)."""
     size = (tokens[f"logp_{kind}"] - tokens["old_logp"]).abs()
     found: dict[str, dict[int, np.ndarray]] = {}
     for (arm, seed), part in size.groupby([tokens["arm"], tokens["seed"]], observed=True):

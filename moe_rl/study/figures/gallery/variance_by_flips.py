@@ -1,4 +1,4 @@
-"""The variance of log-ratios by how much routing changed where a token is predicted."""
+"""Variance of log-ratios by the number of routing sites that changed at the position that predicts the token."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ from moe_rl.study.floors import floor_variance
 from moe_rl.study.summary import noise_floor
 
 FEWEST_TOKENS = 50
-"""Distinct tokens (each is stored once per update) of a bin whose variance is drawn: log-ratios are heavy-tailed."""
+"""Fewest distinct tokens (each is stored once per update) of a bin that is drawn: log-ratios are heavy-tailed."""
 FEWEST_OF_SEED = 30
-"""The same of one seed, whose own variance counts into mean and interval."""
+"""Fewest distinct tokens of one seed in a bin, for its variance to count into mean and interval."""
 STYLES: dict[str, dict[str, Any]] = {"natural": {}, "replayed": {"mfc": "white", "ls": (0, (1, 1.5)), "lw": 1.0}}
 NEEDED = ["old_logp", "logp_natural", "logp_replayed", "flips"]
 KEYS = ["arm", "seed", "step", "update", "seq"]
@@ -93,6 +93,7 @@ def variance_by_flips(data: StudyData) -> Drawing:
 
 
 def _tables(rows: pd.DataFrame, kind: str) -> dict[str, pd.DataFrame]:
+    """Return for each arm the variances above 0 of one kind: index flips, columns seeds."""
     positive = rows[rows[kind] > 0]
     return {
         str(arm): part.pivot(index="flips", columns="seed", values=kind)
@@ -101,8 +102,8 @@ def _tables(rows: pd.DataFrame, kind: str) -> dict[str, pd.DataFrame]:
 
 
 def variance_table(tokens: pd.DataFrame) -> pd.DataFrame:
-    """By arm, seed and flips: rows, distinct tokens (`tokens`; `of_arm` over all seeds), variance of the log-ratio
-    `natural` and `replayed`, nats²."""
+    """Return by arm, seed and flips: rows, distinct tokens (`tokens`; `of_arm` over all seeds), variance of the
+    log-ratio `natural` and `replayed`, nats²."""
     rows = pd.DataFrame(
         {
             "arm": tokens["arm"], "seed": tokens["seed"], "flips": tokens["flips"],
@@ -114,7 +115,7 @@ def variance_table(tokens: pd.DataFrame) -> pd.DataFrame:
     table = rows.groupby(keys, observed=True).agg(
         rows=("natural", "size"), natural=("natural", "var"), replayed=("replayed", "var")
     )
-    distinct = tokens.drop_duplicates([*keys, "step", "seq", "pos"])  # a token of several updates once
+    distinct = tokens.drop_duplicates([*keys, "step", "seq", "pos"])  # counts a token of several updates once
     table["tokens"] = distinct.groupby(keys, observed=True).size()
     table = table.reset_index()
     table["of_arm"] = table.groupby(["arm", "flips"], observed=True)["tokens"].transform("sum")
@@ -122,14 +123,13 @@ def variance_table(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def predictor_flips(tokens: pd.DataFrame) -> pd.DataFrame:
-    """Tokens with the flips of the position that predicts them, one to the left of their own.
+    """Return tokens with the flips of the position that predicts them, one to the left of their own.
 
     A router's choice at position t shapes the prediction of token t + 1, so its flips belong to that token's log-ratio.
-    The first response token is predicted at the prompt, and one behind a tool's text at that, which the table does not
-    hold: left out.
-    """
+    The first response token is predicted at the end of the prompt, and a token behind a tool's text at the end of that
+    text. The table does not hold these positions, so both tokens are left out."""
     responses = tokens.groupby(KEYS, observed=True, sort=False)
-    if (responses["pos"].diff() <= 0).any():  # rows are written in order; a table may come otherwise
+    if (responses["pos"].diff() <= 0).any():  # rows are written in order, but a table may be in another one
         tokens = tokens.sort_values([*KEYS, "pos"])
         responses = tokens.groupby(KEYS, observed=True, sort=False)
     before = responses["flips"].shift(1).where(responses["pos"].diff() == 1)

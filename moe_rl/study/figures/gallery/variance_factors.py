@@ -1,4 +1,4 @@
-"""What replay and averaging divide the variance of the log-ratio by, update by update, in natural arms."""
+"""The factors by which replay and averaging divide the variance of the log-ratio, by update, in natural arms."""
 
 import numpy as np
 import pandas as pd
@@ -69,6 +69,7 @@ def variance_factors(data: StudyData) -> Drawing:
 
 
 def _rows(data: StudyData, rows: pd.DataFrame, lines: dict[str, list[float]]) -> Figure:
+    """Draw many arms in a row each: both factors after the first and after the last update."""
     first, last = rows[rows["update"] == rows["update"].min()], last_updates(rows)
     columns = [
         Column(
