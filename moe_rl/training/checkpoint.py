@@ -350,7 +350,7 @@ def _saved_parts(folder: Path, name: str) -> dict[str, Any]:
     return parts
 
 
-def kept_whole(problems: list[Problem]) -> list[Problem]:
+def checked_restorable(problems: list[Problem]) -> list[Problem]:
     """Return the problems, or raise TaskError if a checkpoint could not restore one: a subclass of Problem, or one with
     an answer or a field that does not come back from JSON unchanged."""
     for problem in problems:

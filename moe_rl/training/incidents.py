@@ -66,23 +66,23 @@ def keep_incident(state: State, error: NotFiniteError) -> Path:
     everywhere = state.ranks.size == 1 or error.everywhere
     own = "" if everywhere or state.ranks.main else f"_rank{state.ranks.rank}"
     place = state.folder / "incidents" / f"step_{state.step:06d}_{error.where.replace(' ', '_')}{own}"
-    first = everywhere and state.ranks.first(lambda: _whole(state, place))
+    first = everywhere and state.ranks.first(lambda: _gets_state(state, place))
     if own or state.ranks.main:
         shutil.rmtree(place, ignore_errors=True)
         save_responses(place, "batch", error.part, prefix="")
         numbers = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in error.numbers.items()}
-        write_json(place / "row.json", {name: _words(value) for name, value in numbers.items()})
+        write_json(place / "row.json", {name: _nonfinite_as_text(value) for name, value in numbers.items()})
     if first:
         write_state(state, place / "state")
     return place
 
 
-def _whole(state: State, place: Path) -> bool:
+def _gets_state(state: State, place: Path) -> bool:
     """Return whether this incident gets a `state/`. A run that goes on after incidents keeps only the first."""
     others = [path for path in (state.folder / "incidents").glob("*/state") if path.parent != place]
     return state.config.optim.on_nonfinite == "stop" or not others
 
 
-def _words(value: Any) -> Any:
+def _nonfinite_as_text(value: Any) -> Any:
     """Return a float that is not finite as text, any other value unchanged."""
     return str(value) if isinstance(value, float) and value - value != 0 else value

@@ -125,7 +125,7 @@ def check_sites(sites: Sequence[int], number: int) -> None:
         raise ValueError(f"method.keep_sites: no site {missing}; this model has {number}, from 0 to {number - 1}")
 
 
-def only(routes: RoutedExperts, rows: Bool[Tensor, "B T #L"]) -> RoutedExperts:
+def only_rows(routes: RoutedExperts, rows: Bool[Tensor, "B T #L"]) -> RoutedExperts:
     """Return routes in which only these (token, site) rows are forced and all others are live (-1).
 
     rows: with a last dimension of 1: the same tokens at all sites."""

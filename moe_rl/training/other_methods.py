@@ -20,7 +20,7 @@ from moe_rl.rollout.continuing import partial_responses, version_metrics
 from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.task import problems_of
 from moe_rl.training.batch import Batch
-from moe_rl.training.checkpoint import kept_whole
+from moe_rl.training.checkpoint import checked_restorable
 from moe_rl.training.critic import Critic
 from moe_rl.training.method import Method
 from moe_rl.training.reward_model import RewardModel
@@ -42,7 +42,7 @@ def other_responses(state: State, rng: Any, options: dict[str, Any]) -> Rollout:
     return partial_responses(
         state.drafts,
         state.engine,
-        lambda: kept_whole(problems_of(task, rng, config.prompts)),
+        lambda: checked_restorable(problems_of(task, rng, config.prompts)),
         partial(state.generator, "sample"),
         segment=config.segment,
         longest=state.max_new_tokens,

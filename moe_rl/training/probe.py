@@ -25,7 +25,7 @@ from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_r
 from moe_rl.training.batch import Batch
 from moe_rl.training.probe_options import Decomposition, replay_gradients
 from moe_rl.training.ranks import Ranks
-from moe_rl.training.rollout_engine import from_engine
+from moe_rl.training.rollout_engine import engine_gaps
 from moe_rl.training.token_tables import Observation, routers_said
 
 
@@ -69,7 +69,7 @@ class Probe:
                 metrics |= replay_gradients(self.policy, self.part, self.loss)
             yield "probe", {"update": update, **metrics}
             if self.part.rollout_routes is not None:  # mu -> pi, live routing: engine and staleness together
-                apart = from_engine(self.part, natural, routes, self.part.completion_mask)
+                apart = engine_gaps(self.part, natural, routes, self.part.completion_mask)
                 yield "engine", {"pair": "rollout_to_new", "update": update, **apart}
         if self.decomposition is not None:
             yield "decomposition", {"update": update, **self.decomposition.shares()}

@@ -121,7 +121,7 @@ class SyncGuard:
             )
 
     def _as_built_anew(self, synced: Tensor) -> bool:
-        """Return whether an engine built anew (never synced) gives the log-probabilities `synced`, up to call-to-call noise."""
+        """Return whether an engine built anew, hence never synced, gives the same log-probabilities, up to noise."""
         fresh = self.build()
         try:
             same = self._largest(self._in_parts(fresh.logps), synced) <= 2 * self.noise  # False for NaN
@@ -132,7 +132,7 @@ class SyncGuard:
 
     @torch.no_grad()
     def _test(self, loaded: Tensor) -> None:
-        """Raise EngineError unless every tested tensor, disturbed and synced, reaches the engine, and all can be restored."""
+        """Raise EngineError unless changes of every tested tensor reach the engine, and all weights can be restored."""
         generator = torch.Generator().manual_seed(0)
         before = self._model_logps()
         self.noise = self._largest(self._engine_logps(), loaded)  # 0 with deterministic kernels
@@ -275,7 +275,7 @@ def rebuilt(engine: Engine, model: nn.Module) -> Engine:
 # -- difference from the training engine -------------------------------------------------------------------------------
 
 
-def from_engine(
+def engine_gaps(
     batch: Batch, logps: Float[Tensor, "B T"], routes: RoutedExperts, mask: Bool[Tensor, "B T"]
 ) -> dict[str, Any]:
     """Return how far log-probabilities and routes of a batch are from those of the engine that sampled the batch."""
@@ -308,7 +308,7 @@ def engine_rows(
     if batch.versions is not None:
         mask = mask & (batch.versions == batch.step)
     sync = {"sync_gap": guard.gap, "sync_tolerance": guard.tolerance} if guard else {}
-    rows = [{"pair": "engines", "update": 0, **from_engine(batch, batch.live_old_logps, batch.routes, mask), **sync}]
+    rows = [{"pair": "engines", "update": 0, **engine_gaps(batch, batch.live_old_logps, batch.routes, mask), **sync}]
     if replayed_logps is not None:
         gap = engine_metrics(replayed_logps, batch.rollout_logps, mask)
         rows.append({"pair": "engines_replayed", "update": 0, **gap})

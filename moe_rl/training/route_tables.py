@@ -176,7 +176,7 @@ def _route_columns(routes: RoutedExperts, first: int) -> dict[str, Any]:
 def _routes(path: Path, source: Any, header: dict[str, Any], wanted: list[int], chosen: list[int]) -> RoutedExperts:
     """Return the routes of a file of routes, for the wanted sequences and the chosen sites."""
     (_, T, _, K), names = header["shape"], [header["sites"][index] for index in chosen]
-    groups, held = _held(header, wanted)
+    groups, held = _row_groups_of(header, wanted)
     table = _part(source, groups, [TOKEN, *names])
     packed = np.empty((len(held), T, len(names), K), np.dtype(header["dtype"]))
     for index, name in enumerate(names):
@@ -186,7 +186,7 @@ def _routes(path: Path, source: Any, header: dict[str, Any], wanted: list[int], 
     return _checked(packed[kept], names, chosen, header, None if bool((tokens == -1).all()) else tokens[kept])
 
 
-def _held(header: dict[str, Any], wanted: list[int]) -> tuple[list[int], list[int]]:
+def _row_groups_of(header: dict[str, Any], wanted: list[int]) -> tuple[list[int], list[int]]:
     """Return the row groups that hold the wanted sequences, and all sequences of these row groups."""
     step, B = header["group_sequences"], header["shape"][0]
     groups = sorted({number // step for number in wanted})
@@ -199,7 +199,7 @@ def _part(source: Any, groups: list[int], columns: list[str] | None = None) -> A
 
 
 def _cells(cells: Any, K: int, header: dict[str, Any]) -> np.ndarray:
-    """Return the packed ids [rows, K] of a column of gaps, ascending; the dtype's largest number where there is no route."""
+    """Return the ascending packed ids [rows, K] of a column of gaps; no route is the dtype's largest number."""
     dtype, packed = np.dtype(_cell_dtype(header["num_experts"])), np.dtype(header["dtype"])
     found = []
     for chunk in cells.chunks:
@@ -216,7 +216,7 @@ def _cells(cells: Any, K: int, header: dict[str, Any]) -> np.ndarray:
 def _checked(
     packed: np.ndarray, names: Sequence[str], chosen: list[int], header: dict[str, Any], tokens: torch.Tensor | None
 ) -> RoutedExperts:
-    """Return RoutedExperts of ascending ids [B,T,L,K], checked as by `RoutedExperts` but faster, thanks to the order."""
+    """Return RoutedExperts of ascending ids [B,T,L,K], checked as by `RoutedExperts` but faster."""
     experts = header["num_experts"]
     each = [experts[index] for index in chosen] if isinstance(experts, list) else [experts] * len(chosen)
     repeats = set((header["meta"] or {}).get("hash_routed", ()))
@@ -250,7 +250,7 @@ def _changed(path: Path, source: Any, header: dict[str, Any], wanted: list[int],
     from pyarrow.compute import index_in
 
     (_, T, _, K), names = header["shape"], [header["sites"][index] for index in chosen]
-    groups, held = _held(header, wanted)
+    groups, held = _row_groups_of(header, wanted)
     old = _base(path, header["since"], header["since_sha256"], held, names)
     table = _part(source, groups)
     skip, slot, expert, group = (table[name].to_numpy() for name in (SKIP, SLOT, EXPERT, GROUP))
@@ -297,7 +297,7 @@ def _base(
 
 
 def _earlier(table: Any, header: dict[str, Any]) -> RoutedExperts:
-    """Return the routes of a file of an earlier version: cells are lists of ids, or bytes of packed ids, in slot order."""
+    """Return the routes of a file of an earlier version, whose cells are lists of ids or bytes of packed ids."""
     B, T, _, K = header["shape"]
     dtype, sites, experts = np.dtype(header["dtype"]), header["sites"], header["num_experts"]
     ids = np.empty((B, T, len(sites), K), dtype=np.int64)

@@ -73,8 +73,8 @@ def score_rollout(
             routes are then -1). None: all responses, or 256 if there are more.
         scorers: what else is computed, and by which models.
         decoded: make no pass; take log-probabilities and routes that were recorded in decoding.
-        shared: responses share prompts in this pass, and in those of a reference (`optim.share_prompts`). With `decoded`
-            or `shared` a row's last token has no route (-1).
+        shared: responses share prompts in this pass, and in those of a reference (`optim.share_prompts`). With
+            `decoded` or `shared` a row's last token has no route (-1).
     """
     policy.eval()
     mine = ranks.mine(rollout)
@@ -108,7 +108,7 @@ def score_rollout(
 def one_pass(
     policy: nn.Module, part: Rollout | Batch, temperature: float, router_logits: bool, decoded: bool, shared: bool
 ) -> Seen:
-    """Return the policy's log-probabilities of a part of a rollout, and the experts that it chooses in the same pass."""
+    """Return the policy's log-probabilities of a part of a rollout, and the experts chosen in the same pass."""
     layout = share_prompts(*part.tokens) if shared else None
     if decoded:
         assert isinstance(part, Rollout) and part.routes is not None

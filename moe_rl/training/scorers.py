@@ -55,16 +55,16 @@ class Scorer:
 
 @runtime_checkable
 class Learner(Protocol):
-    """Protocol of a model that is trained in the policy's updates beside the policy: a value model, route predictors."""
+    """Protocol of a model that is trained beside the policy in its updates: a value model, route predictors."""
 
     def watch(self, policy: nn.Module) -> AbstractContextManager[Any]:
-        """Context manager around the policy's forward on a micro-batch; its value is the argument `watched` of `backward`."""
+        """Context manager around the policy's forward on a micro-batch; its value is passed to `backward`."""
 
     def backward(self, part: Batch, watched: Any, totals: Totals) -> None:
         """Add the gradient on a micro-batch `part` of a minibatch with these `totals`."""
 
     def step(self, warmup: float, hold: bool) -> dict[str, Any]:
-        """Make one optimizer step at `warmup` times the learning rate, or none (`hold`); return metrics of the minibatch."""
+        """Make one optimizer step at `warmup` times the learning rate (with `hold` none); return metrics to log."""
 
 
 class Reference(Scorer):
@@ -99,7 +99,7 @@ class Margins(Scorer):
 
 
 class EngineRoutes(Scorer):
-    """Scorer of a second pass of the old policy, under the routes that the rollout engine recorded, if it recorded any."""
+    """Scorer of a second pass of the old policy, under the rollout engine's routes, if they were recorded."""
 
     def __init__(self, policy: nn.Module, temperature: float):
         self.policy, self.temperature = policy, temperature

@@ -88,7 +88,7 @@ def _begin(
     critic = Critic(model, config.value, config.optim, ranks) if method.advantage == "gae" else None
     learned = config.reward.model == "learned"
     reward_model = RewardModel(model, config.reward, config.optim, ranks) if learned else None
-    optimizer = policy_optimizer(model, config.optim)  # may round weights: before copies are made for reference and engine
+    optimizer = policy_optimizer(model, config.optim)  # may round weights, with which the run begins
     resets = bool(config.optim.reference_reset_every)
     reference = frozen_reference(model, resets) if method.needs_reference else None
     initial = frozen_reference(model) if method.source == "initial" else None
@@ -169,8 +169,8 @@ def check_forward(model: nn.Module) -> None:
 
 
 def check_aux_loss(model: nn.Module) -> None:
-    """Raise ModelError for a family that has no load-balancing loss: its forward has no option `output_router_logits`, or
-    returns no `aux_loss` with it."""
+    """Raise ModelError for a family that has no load-balancing loss: its forward has no option `output_router_logits`,
+    or returns no `aux_loss` with it."""
     family = type(causal_lm(model))
     known = "output_router_logits" in inspect.signature(family.forward).parameters
     said = _two_tokens(model, output_router_logits=True) if known else {}

@@ -29,12 +29,12 @@ def shard(module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = Non
     Args:
         module: a transformers model, or a module around one.
         mesh: one-dimensional.
-        compute: dtype in which parameters are gathered and to which inputs are cast; gradients are then reduced in fp32.
-            None: the parameters' own dtype.
+        compute: dtype in which parameters are gathered and to which inputs are cast; gradients are then reduced in
+            fp32. None: the parameters' own dtype.
 
     Modules that must compute in fp32 (`KEPT_FP32`: a scalar head, routers) are groups of their own, without `compute`.
-    So are modules whose dtype is not that of the first parameter, since the trained parameters of a group must have
-    one dtype.
+    So are modules whose dtype is not that of the first layer's first parameter, since the trained parameters of a group
+    must have one dtype.
 
     Raises:
         ShardingError: layers that cannot be found; a parameter that is not sharded afterwards.
@@ -46,7 +46,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = Non
     common = next(p.dtype for part in (*layers, module) for p in part.parameters())
     inner = [part for part in module.modules() if part is not module]
     for part in inner:  # if one is inside another (PEFT around a router), only the outer one
-        if _apart(part) and not any(isinstance(p, DTensor) for p in part.parameters()):
+        if _forms_group(part) and not any(isinstance(p, DTensor) for p in part.parameters()):
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
     for leaf in inner:
         own = [p for p in leaf.parameters(recurse=False) if not isinstance(p, DTensor)]
@@ -124,7 +124,7 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _apart(part: nn.Module) -> bool:
+def _forms_group(part: nn.Module) -> bool:
     """Return whether a module and all modules in it must be one group.
 
     That is so if it must compute in fp32, or is PEFT's wrapper of a weight (`lora.target_parameters`) with several
@@ -135,12 +135,12 @@ def _apart(part: nn.Module) -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether a forward of `module` gathers shards, its own or those of a module that it calls (`AdaptersOff`)."""
+    """Return whether a forward of `module` gathers shards, be it those of a module that it calls (`AdaptersOff`)."""
     return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def rebind(optimizer: Any, before: dict[str, nn.Parameter], module: nn.Module) -> None:
-    """Replace an optimizer's parameters, given in `before` by name, by the module's new ones. It must not have state yet."""
+    """Replace the parameters of an optimizer without state, in `before` by name, by the module's new parameters."""
     names = {id(parameter): name for name, parameter in before.items()}
     after = dict(module.named_parameters())
     for group in optimizer.param_groups:
