@@ -70,8 +70,9 @@ def minibatches(responses: int, count: int, group_size: int, generator: torch.Ge
 
 
 class Totals(NamedTuple):
-    """Counts of a minibatch by which the losses of all its micro-batches are divided: response tokens, responses that
-    have any, and pairs with a preference (DPO)."""
+    """Counts of a minibatch by which the losses of all its micro-batches are divided.
+
+    tokens: response tokens. sequences: responses that have any. pairs: pairs with a preference (DPO)."""
 
     tokens: int
     sequences: int
@@ -113,8 +114,9 @@ def micro_batches(
 def joined(
     parts: Sequence[Shaped[Tensor, "n ..."]], places: Sequence[Place], shape: tuple[int, ...]
 ) -> Shaped[Tensor, "B ..."]:
-    """Return one detached tensor of a batch `[B,T]` from those of its micro-batches (`[n]` or `[n,t,...]`), 0 in the
-    columns that a micro-batch left out."""
+    """Return one detached tensor of a batch from the tensors of its micro-batches.
+
+    parts: `[n]` or `[n,t,...]` each. shape: `[B,T]`. The result is 0 in the columns that a micro-batch left out."""
     first, (B, T) = parts[0], shape
     wide = first.ndim > 1
     whole = first.new_zeros(B, *((T, *first.shape[2:]) if wide else ()))

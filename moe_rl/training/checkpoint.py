@@ -1,5 +1,4 @@
-"""Checkpoints from which a run resumes exactly: weights, optimizers, waiting batches, RNG; safetensors and JSON, no
-pickle.
+"""Checkpoints that resume a run exactly: weights, optimizers, waiting batches, RNG; safetensors and JSON, no pickle.
 
 Checkpoints are written in an order that leaves a complete one if the run is interrupted at any moment:
 
@@ -69,9 +68,10 @@ def save_checkpoint(state: State) -> None:
 
 
 def keep_policy(state: State) -> None:
-    """Write the policy after NNNNNN steps to `<folder>/checkpoints/step_NNNNNN`, in hub format, completely or not at
-    all. An existing folder of that name is left unchanged. Every rank must call this function. Raises OSError, which
-    names the folder."""
+    """Write the policy to `<folder>/checkpoints/step_NNNNNN`, in hub format, completely or not at all.
+
+    NNNNNN is the number of steps done. An existing folder of that name is left unchanged. Every rank must call this
+    function. Raises OSError, which names the folder."""
     place = state.folder / KEPT / f"step_{state.step:06d}"
     if state.ranks.first(lambda: os.path.lexists(place)):  # also a link to a disk that is not there now
         return
@@ -326,8 +326,9 @@ def _restore_optimizer(module: nn.Module, optimizer: Any, tensors: Iterable[tupl
 
 
 def save_responses(folder: Path, name: str, of: Responses, prefix: str | None = None) -> None:
-    """Write the tensors of responses to `NAME.safetensors` and their routes to `NAME_FIELD.safetensors`, or to files
-    with another `prefix` than `NAME_`."""
+    """Write the tensors of responses to `NAME.safetensors`, and their routes to `NAME_FIELD.safetensors`.
+
+    prefix: replaces `NAME_` in the file names of routes."""
     prefix = f"{name}_" if prefix is None else prefix
     tensors = {field: part for field, part in of.parts.items() if isinstance(part, Tensor)}
     write_tensors(folder / f"{name}.safetensors", _own(tensors))
@@ -351,8 +352,10 @@ def _saved_parts(folder: Path, name: str) -> dict[str, Any]:
 
 
 def checked_restorable(problems: list[Problem]) -> list[Problem]:
-    """Return the problems, or raise TaskError if a checkpoint could not restore one: a subclass of Problem, or one with
-    an answer or a field that does not come back from JSON unchanged."""
+    """Return the problems, or raise TaskError if a checkpoint could not restore one of them.
+
+    That is so for an instance of a subclass of Problem, and for a prompt, answer, index or field that does not come
+    back from JSON unchanged."""
     for problem in problems:
         own = [problem.prompt, problem.answer, problem.index, problem.fields]
         try:

@@ -120,7 +120,7 @@ class MethodConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How responses are sampled."""
+    """Settings of the sampling of responses."""
 
     prompts: Count = 32
     """Prompts per step."""
@@ -164,7 +164,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """How weights are updated."""
+    """Settings of the updates of weights."""
 
     steps: Count = 31
     """RL steps; each samples one batch and makes `num_minibatches` updates on it."""
@@ -221,7 +221,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ValueConfig:
-    """PPO's value model; used if advantages are `gae`."""
+    """Settings of PPO's value model, which is used if advantages are `gae`."""
 
     model: Literal["separate", "head"] = "separate"
     """`separate`: a backbone as large as the policy's, begun as a copy of it. `head`: a linear map of the policy's last
@@ -240,7 +240,7 @@ class ValueConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Source of the rewards from which advantages are computed. `reward` in the metrics is always the verifier's."""
+    """Settings of the rewards from which advantages are computed. `reward` in the metrics is always the verifier's."""
 
     model: Literal["verifier", "learned"] = "verifier"
     """`verifier`: the task's own rewards. `learned`: those of a model trained on the verifier's verdicts,
@@ -262,7 +262,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Evaluation on held-out prompts, sampled at the training temperature."""
+    """Settings of the evaluation on held-out prompts, sampled at the training temperature."""
 
     every: Whole = 10
     """Steps between evaluations (0: never). The first and the last policy are always evaluated."""
@@ -273,7 +273,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """Measurements on a fixed subset of the batch after each update, in every arm, with and without replay."""
+    """Settings of the measurements on a fixed subset after each update, in every arm, with and without replay."""
 
     every: Whole = 1
     """Steps between probed steps (0: never)."""
@@ -284,9 +284,9 @@ class ProbeConfig:
     `every: 4` and 10 here, every 20 steps."""
     floor: bool = True
     """Before the first update, unless `every` is 0, score the probed responses again with the same weights: once more,
-    in other batch shapes, with another experts implementation, in bf16. These differences come
-    from arithmetic alone: they are the noise floor, below which no change rate means anything. Costs five forwards of
-    the subset and, meanwhile, a bf16 copy of the weights."""
+    in other batch shapes, with another experts implementation, in bf16. These differences come from arithmetic
+    alone: they are the noise floor, below which no change rate means anything. Costs five forwards of the subset and,
+    meanwhile, a bf16 copy of the weights."""
     gradients: bool = False
     """Also compare, at the steps that `every` names and on the probed responses, the gradient of the arm's loss under
     live routing with that under the old policy's routes: cosine and norms, by layer and of the routers, and the cosine
@@ -300,7 +300,7 @@ class ProbeConfig:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """More than one process: `torchrun --nproc_per_node N -m moe_rl run FILE` (docs/scaling.md)."""
+    """Settings of runs in more than one process: `torchrun --nproc_per_node N -m moe_rl run FILE` (docs/scaling.md)."""
 
     strategy: Literal["none", "ddp", "fsdp2"] = "none"
     """`none`: one process. `ddp`: a whole copy of the model on each. `fsdp2`: weights, gradients and optimizer states
@@ -317,7 +317,7 @@ class DistributedConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run: one arm, one seed."""
+    """The configuration of one run: one arm, one seed."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)

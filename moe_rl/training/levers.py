@@ -58,10 +58,11 @@ def load_error(load: Int[Tensor, "L E"]) -> Float[Tensor, "L E"]:
 def with_part_to_replay(
     batch: Batch, method: MethodConfig, margins: Float[Tensor, "B T L"] | None, generator: torch.Generator
 ) -> Batch:
-    """Return the batch with the (token, site) rows that the arm replays in `kept`, for an arm that replays only a part
-    of them (`keep`, `keep_sites`).
+    """Return the batch with a mask `kept` of the (token, site) rows that the arm replays.
 
-    margins: of the old policy's choices; None if `keep` is 1.
+    For arms that replay only a part of the routes (`keep`, `keep_sites`).
+
+    margins: margins of the old policy's choices; None if `keep` is 1.
 
     Raises:
         ValueError: `keep_sites` names sites that the model does not have, or only sites that choose nothing.

@@ -82,8 +82,10 @@ def train(
 
 
 def resume(state: State) -> None:
-    """Restore the state from the folder's checkpoint, if there is one, and remove later rows and policies, which the
-    run will write again. Raises DistributedError, before anything is removed, if ranks find different checkpoints."""
+    """Restore the state from the folder's checkpoint, if there is one, and remove later rows and kept policies.
+
+    The run will write these again. Raises DistributedError, before anything is removed, if ranks find different
+    checkpoints."""
     ranks, log = state.ranks, state.log
     ranks.first(lambda: settle(state.folder) is not None)
     mark = load_checkpoint(state)
@@ -179,7 +181,7 @@ def collect_batch(state: State) -> Batch:
     if batch.rollout_routes is not None:
         for row in engine_rows(batch, scores.replayed_logps, state.sync_guard):
             state.log.append("engine", state.step, **row)
-    two = method.source == "policy" and not decoded  # sampler and scorer differ, so that their gap is logged
+    two = method.source == "policy" and not decoded  # sampler and scorer are two, so that there is a gap
     about = rollout_metrics(rollout, batch, two, config.rollout.lag)
     if method.pairs:
         batch = pairs_of(batch, rollout.group_size, scores.learned_rewards)

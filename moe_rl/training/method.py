@@ -70,8 +70,9 @@ def overrides(own: MethodConfig) -> dict[str, Any]:
 
 
 def _gate_of(place: str) -> str:
-    """Return the name of the gate that `package.module:function` or `path/to/file.py:function` registers. Raises
-    ValueError if the function registers none."""
+    """Return the name under which the gate function at `place` is registered.
+
+    place: `package.module:function` or `path/to/file.py:function`. Raises ValueError if it registers no gate."""
     function = load_object(place, "method.gate", ValueError, FunctionType, "function")
     names = [name for name, gate in GATES.items() if gate.surrogate is function]
     if not names:
@@ -103,8 +104,10 @@ def resolve_method(config: RunConfig, budget: int) -> Method:
 
 
 def resolved_objective(config: RunConfig) -> dict[str, Any]:
-    """Return the objective that a run minimises as plain data, for its `config.yaml`: every field of its `Objective`,
-    presets filled in, and the source of its responses (`source`). For DPO, which has no such fields: `beta`, `source`.
+    """Return the objective that a run minimises as plain data, for its `config.yaml`.
+
+    That is every field of its `Objective`, presets filled in, and the source of its responses (`source`). For DPO,
+    which has no such fields, it is `beta` and `source`.
 
     >>> resolved_objective(RunConfig(method=MethodConfig(objective="gspo", clip_low=0.003)))["clip_high"]
     0.0004

@@ -30,8 +30,10 @@ from moe_rl.training.state import State
 
 
 def other_responses(state: State, rng: Any, options: dict[str, Any]) -> Rollout:
-    """Return responses that the policy does not write in one call: the task's demonstrations, as many as a batch has
-    responses, or responses written a segment at a time (`rollout.segment`).
+    """Return responses that the policy does not write in one call: demonstrations or partial rollouts.
+
+    These are the task's demonstrations, as many as a batch has responses, or responses written a segment at a time
+    (`rollout.segment`).
 
     options: those of `Engine.sample`."""
     config, task = state.config.rollout, state.task
@@ -120,8 +122,9 @@ def other_advantages(
     critic: Critic | None = None,
     values: Float[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, " B"] | Float[Tensor, "B T"], Float[Tensor, "B T"] | None, dict[str, Any]]:
-    """Return the advantages of a method whose kind of advantage is not `group`, the value model's returns (None without
-    one), and metrics to log. Advantages are `[B]` or, for `gae` and `process`, `[B,T]`.
+    """Return advantages of any kind but `group`, the value model's returns (None without one), and metrics to log.
+
+    Advantages are `[B]` or, for `gae` and `process`, `[B,T]`.
 
     The kinds: `gae` (a value model), `leave_one_out`, `one`, `accepted`; `process` (step rewards of the task,
     normalised in the group, returns-to-go) and `decoupled` (several rewards of the task, GDPO), which do not read
@@ -168,9 +171,10 @@ def reset_reference(state: State) -> None:
 
 
 def retrain_reward_model(state: State, sample: Callable[..., Rollout]) -> dict[str, Any]:
-    """Retrain the reward model, every `reward.retrain_every` steps, on what the policy has sampled since the last time;
-    return metrics to log. At step 0 it learns from batches that are sampled for it by `sample` (`responses` of the
-    loop)."""
+    """Retrain the reward model, every `reward.retrain_every` steps, and return metrics to log.
+
+    The model learns from what the policy has sampled since the last time or, at step 0, from batches that `sample`
+    (`responses` of the loop) samples for it."""
     config, model = state.config.reward, state.reward_model
     if model is None or state.step % config.retrain_every:
         return {}

@@ -82,8 +82,8 @@ class RoutePredictor:
     def step(self, warmup: float, hold: bool) -> dict[str, Any]:
         """Make one optimizer step at `warmup` times the learning rate (with `hold` none); return mean divergences.
 
-        Both are of z_now, in nats per token and site: from the logits predicted when the batch was scored
-        (`predictor_kl`), and from z_old (`predictor_kl_unmoved`)."""
+        `predictor_kl` compares z_now with the logits that were predicted when the batch was scored,
+        `predictor_kl_unmoved` with z_old; nats, mean over tokens and sites."""
         assert self.weights.grad is not None
         self.weights.grad /= self._tokens
         for group in self.optimizer.param_groups:

@@ -37,8 +37,9 @@ class Decomposition:
 
 
 def replay_gradients(policy: nn.Module, part: Batch, loss: Callable[[Batch], Tensor]) -> dict[str, Any]:
-    """Return metrics that compare gradients of a loss on the probed responses: under live routing with under the old
-    routes, and between two halves of the responses.
+    """Return metrics that compare gradients of a loss on the probed responses under live and under old routes.
+
+    The gradients of two halves of the responses, under live routing, are compared as well.
 
     loss: makes the forward, too."""
 

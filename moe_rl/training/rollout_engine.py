@@ -145,7 +145,7 @@ class SyncGuard:
             kept = tensor.clone()
             noise = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
             noise = as_placed(noise, tensor) * tensor.float().square().mean().sqrt().clamp(min=1e-3)
-            still = False  # at all disturbances that move the model: a single expert that flips is no proof
+            still = False  # unmoved by all disturbances that move the model; one may only flip an expert
             try:
                 # A tensor that does not move the training model (an adapter whose other half is 0) proves nothing.
                 for scale in DISTURBANCES:

@@ -1,6 +1,6 @@
-"""Scoring: turns responses into a batch, with their rewards and the old policy's log-probabilities and routes, which
-come from one pass without gradient.
+"""Scoring: turns responses into a batch, with rewards and the old policy's log-probabilities and routes.
 
+The log-probabilities and routes come from one pass without gradient.
 Three policies are distinguished: mu, the engine that sampled; pi_old, the training engine's old policy; pi, the current
 one.
 """

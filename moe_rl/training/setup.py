@@ -169,8 +169,9 @@ def check_forward(model: nn.Module) -> None:
 
 
 def check_aux_loss(model: nn.Module) -> None:
-    """Raise ModelError for a family that has no load-balancing loss: its forward has no option `output_router_logits`,
-    or returns no `aux_loss` with it."""
+    """Raise ModelError for a family that has no load-balancing loss.
+
+    Its forward has no option `output_router_logits`, or returns no `aux_loss` with that option."""
     family = type(causal_lm(model))
     known = "output_router_logits" in inspect.signature(family.forward).parameters
     said = _two_tokens(model, output_router_logits=True) if known else {}

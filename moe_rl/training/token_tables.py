@@ -94,8 +94,9 @@ def token_pieces(tokenizer: Any, tokens: Iterable[int]) -> dict[int, str]:
 
 
 def prompt_texts(tokenizer: Any, part: Batch, rows: Tensor) -> dict[str, Any]:
-    """Return what a token view needs besides the tokens: for each `seq`, the prompt's text and the column of position
-    0, at which the stored routes of the response begin."""
+    """Return the prompt's text and the column of position 0 for each `seq`, which a token view needs besides tokens.
+
+    The stored routes of the response begin in that column."""
     first = part.completion_mask.int().argmax(1).tolist()
     prompts = [
         ids[:start][mask[:start]].tolist()

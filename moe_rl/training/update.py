@@ -42,11 +42,11 @@ def update_policy(
     learners: Sequence[Learner] = (),
     bias: ExpertBias | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Make one optimizer step on the minibatch `batch`; return its row of metrics (kind "update"), and the names of the
-    parameters whose gradients were not finite.
+    """Make one optimizer step on the minibatch `batch`, and return its metrics.
 
-    With a gradient that is not finite, neither the policy nor a learner moves. Each rank takes its share of the rows,
-    in micro-batches of `optim.micro_batch`.
+    Returns the row of kind "update", and the names of the parameters whose gradients were not finite. With such a
+    gradient neither the policy nor a learner moves. Each rank takes its share of the rows, in micro-batches of
+    `optim.micro_batch`.
 
     Args:
         warmup: factor on the learning rate.
@@ -154,8 +154,9 @@ class RoutingCount:
 
 
 def forced_routes(method: MethodConfig, batch: Batch) -> RoutedExperts | None:
-    """Return the routes that an update forces: the old policy's (R2) or the sampler's (R3, PR2), of these only the rows
-    `batch.kept` if that is given; None without replay."""
+    """Return the routes that an update forces: those of the old policy (R2) or of the sampler (R3, PR2).
+
+    If `batch.kept` is given, only these rows are forced. Returns None without replay."""
     routes = {"none": None, "R2": batch.routes}.get(method.replay, batch.rollout_routes)
     if routes is None and method.replay != "none":
         raise RuntimeError(f"replay {method.replay}: this batch has no such routes")

@@ -126,6 +126,7 @@ def _unread(config: RunConfig, method: Method) -> None:
 
 
 def _dpo(config: RunConfig) -> None:
+    """Raise ValueError for settings that do not go with DPO."""
     own, size = config.method, config.optim.micro_batch
     for knob, value in overrides(own).items():
         raise ValueError(
@@ -139,6 +140,7 @@ def _dpo(config: RunConfig) -> None:
 
 
 def _source(config: RunConfig, method: Method) -> None:
+    """Raise ValueError for settings that do not go with the source of the responses."""
     own = config.method
     if method.source == "policy":
         return
@@ -162,6 +164,7 @@ def _source(config: RunConfig, method: Method) -> None:
 
 
 def _engine(config: RunConfig, method: Method) -> None:
+    """Raise ValueError for settings of the rollout engine that cannot run, or that do not go with the method."""
     try:
         check_engine(config.rollout.engine)
     except EngineError as error:
@@ -175,6 +178,7 @@ def _engine(config: RunConfig, method: Method) -> None:
 
 
 def _supervision(config: RunConfig, method: Method) -> None:
+    """Raise ValueError for advantages (process, decoupled) that need rewards which the task does not offer."""
     if method.advantage == "process":
         scale = method.objective.advantage_scale
         require(
@@ -187,6 +191,7 @@ def _supervision(config: RunConfig, method: Method) -> None:
 
 
 def _task_offers(config: RunConfig, part: str, field: str) -> None:
+    """Raise ValueError unless the task has the method `part`, which the setting `field` needs."""
     require(
         hasattr(make_task(config.task), part),
         f"{field} asks for {part}(), which task {config.task.name} lacks (see moe_rl.rollout.Task); mod_chain has it",
@@ -194,6 +199,7 @@ def _task_offers(config: RunConfig, part: str, field: str) -> None:
 
 
 def _reward(config: RunConfig, method: Method) -> None:
+    """Raise ValueError for settings that do not go with a learned reward."""
     reward = config.reward
     if reward.model == "verifier":
         return
@@ -218,6 +224,7 @@ def _reward(config: RunConfig, method: Method) -> None:
 
 
 def _levers(config: RunConfig, method: Method) -> None:
+    """Raise ValueError for settings of partial replay, expert bias or router learning rate that do not go together."""
     own, optim = config.method, config.optim
     require(
         own.keep == 1 or own.replay == "R2",
@@ -261,6 +268,7 @@ def _levers(config: RunConfig, method: Method) -> None:
 
 
 def _dapo(config: RunConfig, method: Method) -> None:
+    """Raise ValueError for settings that do not go with DAPO's dynamic sampling or overlong punishment."""
     rollout = config.rollout
     if rollout.dynamic_sampling:
         require(
@@ -286,6 +294,7 @@ def _dapo(config: RunConfig, method: Method) -> None:
 
 
 def _exclusions(config: RunConfig, method: Method) -> None:
+    """Raise ValueError for a setting that is on and excludes another setting."""
     own, rollout, optim, probe = config.method, config.rollout, config.optim, config.probe
     kind, one_process = rollout.engine.kind, config.distributed.strategy == "none"
     goes_on = ("rollout.engine.kind: it cannot go on with a text; use self or hf", kind in CONTINUING_KINDS)
