@@ -1,4 +1,4 @@
-"""One loop for all methods: state -> collect -> score -> update -> probe."""
+"""Training: one loop for all methods, which collects responses, scores them, updates the policy and probes it."""
 
 from moe_rl.training.checkpoint import CheckpointError
 from moe_rl.training.config import (

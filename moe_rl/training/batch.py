@@ -1,4 +1,4 @@
-"""A scored rollout: what one RL step trains on."""
+"""The batch that one RL step trains on (a scored rollout), and its division into minibatches and micro-batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,25 +14,27 @@ from moe_rl.routing import RoutedExperts
 
 @dataclass(frozen=True)
 class Batch(Responses):
-    """Responses with everything that the old policy said of them. One row per response, groups contiguous.
+    """Responses with all that training reads about them. One row per response; the rows of a group are consecutive.
 
     Attributes:
         input_ids, attention_mask, completion_mask: see `Responses`.
-        rewards: one per response, the verifier's.
+        rewards: the verifier's, one per response.
         advantages: one per response or one per token, in the method's units (for group advantages: of the group's
-            reward spread; for DPO's pairs: +1 the better, -1 the worse, 0 where neither is).
-        old_logps: nats; the old policy's, natural routing, under R3 and PR2 the rollout's; 0 outside the response.
+            reward spread; for DPO's pairs: +1 for the better, -1 for the worse, 0 for both of a tie).
+        old_logps: nats; log-probabilities of the old policy, under live routing or, for R3 and PR2, under the routes of
+            the rollout; 0 outside the response.
         routes: the experts that the old policy chose for every token, prompt included.
-        rollout_logps: nats; what the sampler itself said.
-        ref_logps: nats; the reference policy's, natural routing; None without a reference.
-        step: the step whose policy sampled it (differs from the current one under rollout lag).
-        values, returns: of the value model when the batch was scored, units of reward; None without one.
+        rollout_logps: nats; the sampler's own log-probabilities.
+        ref_logps: nats; log-probabilities of the reference policy under live routing; None without a reference.
+        step: the step whose policy sampled the batch (differs from the current one under rollout lag).
+        values, returns: predictions of the value model and its targets at scoring, units of reward; None without one.
         route_scores: nats; log router probability of the experts in `routes` under the old policy (RSPO), else None.
-        natural_logps: nats; the old policy's under natural routing where `old_logps` are not (R3, PR2), else None.
+        natural_logps: nats; log-probabilities of the old policy under live routing where `old_logps` are under the
+            rollout's routes (R3, PR2), else None.
         rollout_routes: the experts that the sampler chose, -1 on padding and each row's last token; None if unknown.
-        versions: of the weights that wrote each token, as steps; -1 outside the response. None: all of `step`'s.
-        router_inputs, router_logits: what the old policy's routers saw and said under `rollout_routes` (PR2).
-        router_predicted: what they were expected to say after the next updates, when the batch was scored (PR2).
+        versions: the version of the weights that wrote each token, as a step; -1 outside the response. None: `step`.
+        router_inputs, router_logits: inputs and logits of the old policy's routers under `rollout_routes` (PR2).
+        router_predicted: router logits as predicted, at scoring, for the policy after the next updates (PR2).
         kept: the (token, site) rows of `routes` that R2 forces; None: all.
     """
 
@@ -56,20 +58,21 @@ class Batch(Responses):
 
     @property
     def live_old_logps(self) -> Float[Tensor, "B T"]:
-        """The old policy's log-probabilities under natural routing, whatever the loss takes."""
+        """The old policy's log-probabilities under live routing, whichever ones the loss takes."""
         return self.old_logps if self.natural_logps is None else self.natural_logps
 
 
 def minibatches(responses: int, count: int, group_size: int, generator: torch.Generator) -> list[Int[Tensor, " n"]]:
-    """Row indices of `count` minibatches of whole groups, in random order."""
+    """Return the row indices of `count` minibatches of whole groups, in random order."""
     groups = torch.randperm(responses // group_size, generator=generator)
     rows = groups[:, None] * group_size + torch.arange(group_size)
     return [chunk.flatten() for chunk in rows.chunk(count)]
 
 
 class Totals(NamedTuple):
-    """What the loss of a minibatch is divided by, whichever micro-batch it is computed on: its response tokens, the
-    responses that have any, and its pairs with a preference (DPO)."""
+    """Counts of a minibatch by which the losses of all its micro-batches are divided.
+
+    tokens: response tokens. sequences: responses that have any. pairs: pairs with a preference (DPO)."""
 
     tokens: int
     sequences: int
@@ -77,23 +80,25 @@ class Totals(NamedTuple):
 
 
 def totals_of(batch: Batch) -> Totals:
-    """Of a whole minibatch, or of responses that stand for one."""
+    """Return the `Totals` of a whole minibatch, or of responses that are treated as one."""
     mask = batch.completion_mask
     return Totals(int(mask.sum()), int(mask.any(1).sum()), int((batch.advantages > 0).sum()))
 
 
 Place = tuple[Int[Tensor, " n"], slice]
-"""Rows and columns of a batch that a micro-batch is made of."""
+"""The rows and the columns of a batch that make up one micro-batch."""
 
 
 def micro_batches(
     attention_mask: Bool[Tensor, "B T"], size: int | None, together: int = 1, in_order: bool = False
 ) -> Iterator[Place]:
-    """Rows of each micro-batch of `size`, and the columns in which they have tokens: rows by length, the longest first,
-    so that little of a forward is padding. None: one micro-batch, as it is.
+    """Yield the rows of each micro-batch of `size` responses, and the columns in which these rows have tokens.
 
-    together: so many rows, one after the other, stay in one micro-batch (a pair).
-    in_order: rows as they stand, so that responses to one prompt stay together.
+    Rows are sorted by length, the longest first, so that little of a forward is padding.
+
+    size: None: one micro-batch of all rows and columns.
+    together: how many consecutive rows stay in one micro-batch (2 for DPO's pairs).
+    in_order: do not sort the rows, so that responses to one prompt stay together.
     """
     B, T = attention_mask.shape
     if size is None:
@@ -109,8 +114,9 @@ def micro_batches(
 def joined(
     parts: Sequence[Shaped[Tensor, "n ..."]], places: Sequence[Place], shape: tuple[int, ...]
 ) -> Shaped[Tensor, "B ..."]:
-    """Tensors `[n]` or `[n,t,...]` of all micro-batches of a batch `[B,T]` as one of the batch, detached; 0 where none
-    had a column."""
+    """Return one detached tensor of a batch from the tensors of its micro-batches.
+
+    parts: `[n]` or `[n,t,...]` each. shape: `[B,T]`. The result is 0 in the columns that a micro-batch left out."""
     first, (B, T) = parts[0], shape
     wide = first.ndim > 1
     whole = first.new_zeros(B, *((T, *first.shape[2:]) if wide else ()))

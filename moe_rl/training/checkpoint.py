@@ -1,16 +1,16 @@
-"""Checkpoints that resume exactly: weights, optimizers, waiting batches, RNG; safetensors and JSON, no pickle.
+"""Checkpoints that resume a run exactly: weights, optimizers, waiting batches, RNG; safetensors and JSON, no pickle.
 
-One protocol, so that an interruption at any moment leaves a complete checkpoint:
+Checkpoints are written in an order that leaves a complete one if the run is interrupted at any moment:
 
-1. `checkpoint.new` is written whole, every file flushed; its `state.json` comes last and has a SHA-256 sum of each
-   file, of itself, and of the metrics so far.
+1. `checkpoint.new` is written completely, and every file flushed; its `state.json` is written last and has a
+   SHA-256 sum of each file, of itself, and of the metrics so far.
 2. `checkpoint` is renamed to `checkpoint.old`, `checkpoint.new` to `checkpoint`, `checkpoint.old` is removed.
 
-`settle` brings any state that an interruption can leave back to one `checkpoint`, or none. The policy is in hub format
-(`config.json`, `model.safetensors`, tokenizer), so that any tool opens a checkpoint as a model; not under `model.lora`,
-where weights have PEFT's names (`policy.models.load_model` merges them).
+After an interruption, `settle` leaves one `checkpoint`, or none if none was complete. The policy is in hub format
+(`config.json`, `model.safetensors`, tokenizer), so that any tool can open a checkpoint as a model. Not so under
+`model.lora`: the weights then have PEFT's names (`policy.models.load_model` merges them).
 
-`keep_policy_every` keeps the policies of earlier steps as well, each in a folder of its own (`keep_policy`).
+With `keep_policy_every`, policies of earlier steps are kept as well, each in its own folder (`keep_policy`).
 """
 
 import json
@@ -44,20 +44,21 @@ from moe_rl.training.state import State
 VERSION = 2
 MANIFEST = "state.json"
 OPTIMIZERS = {"model": "optimizer", "value": "value_optimizer", "reward": "reward_optimizer"}
-"""Files of the optimizers, by the module that each trains."""
+"""File names (without suffix) of the optimizers, by the name of the module that each one trains."""
 KEPT = "checkpoints"
-"""Where a run folder has the policies that stay."""
+"""Name of the run folder's subfolder for the policies that are kept."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be trusted; the message names the file and what to do."""
+    """Error for a checkpoint that cannot be trusted; the message names the file and says what to do."""
 
 
 def save_checkpoint(state: State) -> None:
     """Write `<folder>/checkpoint`, replacing the previous one only when the new one is complete.
 
-    Every rank must call it: sharded tensors are gathered, one file's at a time, and rank 0 writes them. The result
-    does not say how many ranks there were. Raises OSError naming the folder, with the previous checkpoint in place.
+    Every rank must call this function: sharded tensors are gathered, those of one file at a time, and rank 0 writes
+    them. The checkpoint does not depend on the number of ranks. Raises OSError, which names the folder; the previous
+    checkpoint is then still in place.
     """
     staging = state.folder / "checkpoint.new"
     with _staged(state, staging, state.folder / "checkpoint"):
@@ -67,8 +68,10 @@ def save_checkpoint(state: State) -> None:
 
 
 def keep_policy(state: State) -> None:
-    """Write `<folder>/checkpoints/step_NNNNNN`: the policy after so many steps, in hub format, whole or not at all. One
-    that is there stays as it is. Every rank must call it. Raises OSError naming the folder."""
+    """Write the policy to `<folder>/checkpoints/step_NNNNNN`, in hub format, completely or not at all.
+
+    NNNNNN is the number of steps done. An existing folder of that name is left unchanged. Every rank must call this
+    function. Raises OSError, which names the folder."""
     place = state.folder / KEPT / f"step_{state.step:06d}"
     if state.ranks.first(lambda: os.path.lexists(place)):  # also a link to a disk that is not there now
         return
@@ -83,8 +86,10 @@ def keep_policy(state: State) -> None:
 
 
 def drop_policies_after(folder: Path, step: int) -> bool:
-    """Remove kept policies of later steps, which a run that goes on from `step` makes again where its setting asks for
-    them, and unfinished ones; of a link the link alone. Whether there were any."""
+    """Remove kept policies of steps after `step`, and unfinished ones; return whether there were any.
+
+    A run that resumes at `step` writes later policies again, if its settings ask for them. Of a link to a folder, only
+    the link is removed."""
     found = {path: re.fullmatch(r"step_(\d+)|\.step_\d+\.new", path.name) for path in (folder / KEPT).glob("*")}
     later = [path for path, kept in found.items() if kept and (kept[1] is None or int(kept[1]) > step)]
     for path in later:
@@ -93,7 +98,7 @@ def drop_policies_after(folder: Path, step: int) -> bool:
 
 
 def _remove(path: Path, ignore_errors: bool = False) -> None:
-    """Remove a folder; of one that was moved to another disk and linked the link alone."""
+    """Remove a folder or, if `path` is a link to a folder (perhaps on another disk), only the link."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -102,18 +107,18 @@ def _remove(path: Path, ignore_errors: bool = False) -> None:
 
 @contextmanager
 def _staged(state: State, staging: Path, target: Path) -> Iterator[None]:
-    """What is written to `staging` on its way to `target`, which an error names; it leaves nothing behind."""
+    """Context manager: put the name of `target` into an OSError, and remove the folder `staging` after any error."""
     try:
         with naming(target):
             yield
     except BaseException:
         if state.ranks.main:
-            shutil.rmtree(staging, ignore_errors=True)  # a full disk gets its space back
+            shutil.rmtree(staging, ignore_errors=True)  # so that a full disk has its space back
         raise
 
 
 def _write_policy(state: State, staging: Path) -> None:
-    """The policy, with its tokenizer and configuration, to a new folder `staging`; every rank must call it."""
+    """Write the policy, its tokenizer and its configuration to a new folder `staging`; every rank must call this."""
     if state.ranks.main:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -129,13 +134,14 @@ def _write_policy(state: State, staging: Path) -> None:
 
 
 def _put(state: State, staging: Path, name: str, tensors: dict[str, Tensor]) -> None:
+    """Gather tensors and write them to `<staging>/<name>.safetensors` on rank 0; every rank must call this."""
     own = _own(tensors, state.ranks.main)
     if state.ranks.main:
         write_tensors(staging / f"{name}.safetensors", own)
 
 
 def write_state(state: State, staging: Path) -> None:
-    """Write all of `state` to the folder `staging`, flushed, with a manifest; every rank must call it."""
+    """Write all of `state` to the folder `staging`, flushed, with a manifest; every rank must call this function."""
     _write_policy(state, staging)
     for name, (module, optimizer) in state.trained.items():
         if name != "model":
@@ -166,8 +172,10 @@ def write_state(state: State, staging: Path) -> None:
 
 
 def put_in_place(folder: Path) -> None:
-    """`checkpoint.new`, which is complete, becomes `checkpoint`. One of the two has that name but for a moment in
-    which the other lies beside it, complete."""
+    """Rename `checkpoint.new`, which must be complete, to `checkpoint`, and remove the previous `checkpoint`.
+
+    Only between the two renames is there no `checkpoint`; both checkpoints are then complete, under the names
+    `checkpoint.old` and `checkpoint.new`."""
     new, target, old = (folder / name for name in ("checkpoint.new", "checkpoint", "checkpoint.old"))
     if target.exists():
         _remove(old, ignore_errors=True)
@@ -178,14 +186,16 @@ def put_in_place(folder: Path) -> None:
 
 
 def settle(folder: Path) -> Path | None:
-    """The run's checkpoint after any interruption, with what lies beside it removed; None if there is none yet. Raises
-    CheckpointError for a link to one that is not there."""
+    """Return the run's checkpoint folder, also after an interruption; None if there is no checkpoint yet.
+
+    If `checkpoint` is missing, the first of `checkpoint.new` and `checkpoint.old` that is complete takes its place.
+    Beside a checkpoint, both are removed. Raises CheckpointError for a link to a folder that does not exist."""
     new, target, old = (folder / name for name in ("checkpoint.new", "checkpoint", "checkpoint.old"))
     if target.is_symlink() and not target.exists():
         raise CheckpointError(
             f"{target} links to {os.readlink(target)}, which is not there: mount that disk, or link it"
         )
-    if not target.exists():  # interrupted between the renames: the new one is complete then
+    if not target.exists():  # interrupted between the renames, so that the new checkpoint is complete
         rest = next((path for path in (new, old) if _complete(path)), None)
         if rest is not None:
             rest.rename(target)
@@ -197,6 +207,7 @@ def settle(folder: Path) -> Path | None:
 
 
 def _complete(folder: Path) -> bool:
+    """Return whether a folder holds a complete and undamaged checkpoint."""
     try:
         _read_state(folder)
     except CheckpointError:
@@ -205,8 +216,9 @@ def _complete(folder: Path) -> bool:
 
 
 def load_checkpoint(state: State) -> Mark | None:
-    """Restore `state` from its folder, which `settle` has settled; how far the metrics were then, None if there is no
-    checkpoint. Raises CheckpointError on damage."""
+    """Restore `state` from the checkpoint in its folder; return how far the metrics had been written by then.
+
+    `settle` must have been called. Returns None if there is no checkpoint. Raises CheckpointError on damage."""
     folder = state.folder / "checkpoint"
     if not folder.exists():
         return None
@@ -237,6 +249,7 @@ def load_checkpoint(state: State) -> Mark | None:
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's manifest. Raises CheckpointError if the manifest or a file that it lists is damaged."""
     remedy = (
         f"Delete {folder} to start this run again from step 0 (what it wrote since goes, the policies in {KEPT}/ too: "
         "move away what you want to keep), or restore the folder from a copy."
@@ -263,7 +276,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _stream(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """One tensor of a file after another, so that a rank that keeps shards of them never holds the whole."""
+    """Yield name and tensor of a file one at a time, so that a rank that keeps shards never holds the whole file."""
     try:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # not a dict
@@ -273,8 +286,9 @@ def _stream(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own(tensors: dict[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
-    """Contiguous copies: safetensors refuses memory that is shared (tied embeddings). Sharded ones are gathered, which
-    all ranks must take part in; without `keep` nothing comes of it."""
+    """Return contiguous copies on the CPU, because safetensors refuses memory that is shared (tied embeddings).
+
+    Sharded tensors are gathered, in which all ranks must take part. keep: False: return nothing (ranks but 0)."""
     copies = {}
     for name, tensor in tensors.items():
         whole = gathered(tensor.detach())
@@ -284,6 +298,7 @@ def _own(tensors: dict[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
 
 
 def _optimizer_tensors(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Return an optimizer's state as tensors under the names `<kind of state>/<parameter>`."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
         f"{key}/{names[id(parameter)]}": torch.as_tensor(value)
@@ -293,8 +308,10 @@ def _optimizer_tensors(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 
 def _restore_optimizer(module: nn.Module, optimizer: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """The optimizer's state as it was saved, each tensor where the optimizer itself has it: by its parameter, but for
-    the count of steps, which is on the CPU unless a fused kernel reads it."""
+    """Restore an optimizer's saved state, each tensor on the device where the optimizer itself keeps it.
+
+    That is the device of its parameter, except for the count of steps, which is on the CPU unless a fused kernel reads
+    it."""
     parameters = dict(module.named_parameters())
     fused = {id(p) for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
     optimizer.state.clear()
@@ -309,7 +326,9 @@ def _restore_optimizer(module: nn.Module, optimizer: Any, tensors: Iterable[tupl
 
 
 def save_responses(folder: Path, name: str, of: Responses, prefix: str | None = None) -> None:
-    """Its tensors as `NAME.safetensors`, routes as `NAME_FIELD.safetensors`, or with another `prefix` than `NAME_`."""
+    """Write the tensors of responses to `NAME.safetensors`, and their routes to `NAME_FIELD.safetensors`.
+
+    prefix: replaces `NAME_` in the file names of routes."""
     prefix = f"{name}_" if prefix is None else prefix
     tensors = {field: part for field, part in of.parts.items() if isinstance(part, Tensor)}
     write_tensors(folder / f"{name}.safetensors", _own(tensors))
@@ -319,8 +338,10 @@ def save_responses(folder: Path, name: str, of: Responses, prefix: str | None = 
 
 
 def _saved_parts(folder: Path, name: str) -> dict[str, Any]:
-    """What `save_responses` wrote, by field; routes as they were: reading notes who wrote them, which would go to the
-    files of the run."""
+    """Read what `save_responses` wrote, by field.
+
+    `RoutedExperts.load` notes in the routes' `meta` which library versions wrote them. That note is removed here, since
+    it would get into the files of the run."""
     parts: dict[str, Any] = _load(folder / f"{name}.safetensors")
     for path in folder.glob(f"{name}_*.safetensors"):
         read = RoutedExperts.load(path)
@@ -330,9 +351,11 @@ def _saved_parts(folder: Path, name: str) -> dict[str, Any]:
     return parts
 
 
-def kept_whole(problems: list[Problem]) -> list[Problem]:
-    """The problems, each of which a checkpoint would give back. Raises TaskError for a subclass, and for an answer or a
-    field that JSON has not or has otherwise."""
+def checked_restorable(problems: list[Problem]) -> list[Problem]:
+    """Return the problems, or raise TaskError if a checkpoint could not restore one of them.
+
+    That is so for an instance of a subclass of Problem, and for a prompt, answer, index or field that does not come
+    back from JSON unchanged."""
     for problem in problems:
         own = [problem.prompt, problem.answer, problem.index, problem.fields]
         try:
@@ -348,5 +371,6 @@ def kept_whole(problems: list[Problem]) -> list[Problem]:
 
 
 def _problem(fields: dict[str, Any]) -> Problem:
+    """Return the Problem with these fields, read from JSON; its messages become tuples again."""
     messages = fields.get("messages")
     return Problem(**{**fields, "messages": messages and tuple(tuple(message) for message in messages)})

@@ -1,7 +1,7 @@
-"""What a training run is made of. Frozen, nested, every field with a default that works on a laptop.
+"""The configuration of a training run: frozen, nested dataclasses whose defaults work on a laptop.
 
-Two arms of a study share all of this but `MethodConfig` (and what the study file says otherwise, which the
-report then lists). Types say what a number or a name may be (`moe_rl.objectives.bounds`).
+Two arms of a study share all settings but those of `MethodConfig` (and any others that the study file sets by arm,
+which the report then lists). The types state the allowed numbers and names (`moe_rl.objectives.bounds`).
 """
 
 from dataclasses import dataclass, field
@@ -20,19 +20,19 @@ from moe_rl.rollout.engine_config import EngineConfig
 Replay = Literal["none", "R2", "R3", "PR2"]
 Source = Literal["policy", "initial", "demonstrations"]
 OF_SAMPLER = ("R3", "PR2")
-"""Replays of the routes under which responses were sampled."""
+"""The kinds of replay that force the routes under which responses were sampled."""
 IN_GROUPS = ("group", "leave_one_out", "process", "decoupled")
-"""Advantages that compare the responses of a group."""
+"""The kinds of advantage that compare the responses of a group."""
 DPO = "dpo"
-"""The one method that learns from pairs; all others are names in `moe_rl.objectives.OBJECTIVES`."""
+"""Name of the one method that learns from pairs; the names of all others are in `moe_rl.objectives.OBJECTIVES`."""
 
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """What is compared: the objective, what is replayed, and the stress applied.
+    """The method of an arm: its objective, which routes are replayed, and stress on the routers.
 
-    Every field of `moe_rl.objectives.Objective` can be given here and then replaces the preset's; null takes the
-    preset's. docs/methods.md lists what the presets have."""
+    Every field of `moe_rl.objectives.Objective` can be set here and then replaces that of the preset; null keeps the
+    preset's. docs/methods.md lists the presets' values."""
 
     objective: str = "grpo"
     """A name in `moe_rl.objectives.OBJECTIVES` (grpo, gspo, gspo_token, dr_grpo, dapo, ppo, sft, ...), or `dpo`."""
@@ -44,8 +44,8 @@ class MethodConfig:
     policy itself samples, under routes that are predicted for the policy after the next updates (arXiv 2606.00395;
     `moe_rl.training.predictor`); evaluation is under natural routing."""
     predictor_learning_rate: Positive = 1e-3
-    """PR2 only: of the linear maps that predict, warmed up as the policy's. The paper takes 50 to 10,000 times the
-    policy's, which there is 1e-6 or 2e-6."""
+    """PR2 only: learning rate of the linear maps that predict, warmed up as the policy's. The paper takes 50 to 10,000
+    times the policy's, which there is 1e-6 or 2e-6."""
     keep: Fraction = 1.0
     """R2 only: the share of the (token, site) rows of each routing site that are replayed; the others route live."""
     keep_by: Literal["margin", "random"] = "margin"
@@ -65,8 +65,8 @@ class MethodConfig:
     """DPO only: strength of the tie to the reference policy."""
 
     ratio: RatioLevel | None = None
-    """Level of the importance ratio: each token's, the sequence's geometric mean, that with token gradients, or the
-    product over the sequence."""
+    """Level of the importance ratio: of each token, its geometric mean over the sequence, that mean with token
+    gradients, or its product over the sequence."""
     gate: str | None = None
     """What is made of ratio and advantage: a name in `moe_rl.objectives.GATES` (clip, mask, cap, sigmoid, ...), or a
     gate of your own: `package.module:function` or `path/to/file.py:function`."""
@@ -81,18 +81,18 @@ class MethodConfig:
     temperature_pos: Positive | None = None
     """Temperature for positive advantages; gate `sigmoid` only."""
     temperature_neg: Positive | None = None
-    """Temperature for the others; gate `sigmoid` only."""
+    """Temperature for advantages that are not positive; gate `sigmoid` only."""
     power_pos: NotNegative | None = None
     """Power of the ratio for advantages that are not negative; gate `gamma` only."""
     decay_pos: NotNegative | None = None
-    """Its exponential decay; gate `gamma` only."""
+    """Exponential decay in the ratio for advantages that are not negative; gate `gamma` only."""
     power_neg: NotNegative | None = None
     """Power of the ratio for negative advantages; gate `gamma` only."""
     decay_neg: NotNegative | None = None
-    """Its exponential decay; gate `gamma` only."""
+    """Exponential decay in the ratio for negative advantages; gate `gamma` only."""
     anchor: Anchor | None = None
-    """Denominator of the ratio: `old`, the training engine's old policy, or `rollout`, what the rollout engine itself
-    said (`old` for most)."""
+    """Denominator of the ratio: `old`, the training engine's old policy, or `rollout`, the rollout engine's own
+    probabilities (`old` for most)."""
     corrections: tuple[Correction, ...] | None = None
     """Weights that correct for the engine that sampled, e.g. `[token_mask:0.5:5]`."""
     route_weight: RouteWeight | None = None
@@ -113,14 +113,14 @@ class MethodConfig:
     kl_coef: NotNegative | None = None
     """Coefficient of the KL term to the reference policy (0 for most)."""
     kl_estimator: KLEstimator | None = None
-    """Its estimator, `k1`, `k2` or `k3`."""
+    """Estimator of the KL term, `k1`, `k2` or `k3`."""
     kl_importance_weighted: bool | None = None
     """Multiply the KL of a token by its ratio; with token ratios that makes the estimate unbiased off-policy."""
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How responses are sampled."""
+    """Settings of the sampling of responses."""
 
     prompts: Count = 32
     """Prompts per step."""
@@ -131,19 +131,18 @@ class RolloutConfig:
     max_new_tokens: Count | None = None
     """Length limit of a response in tokens; None takes the task's."""
     lag: Whole = 0
-    """Train on batches that the policy sampled this many steps ago (0: on its own)."""
+    """Train on batches that the policy sampled this many steps ago (0: in the same step)."""
     rescore: bool = False
-    """Under `lag`: what waited is scored again by the weights with which its first update begins. Old
-    log-probabilities, and the routes that R2 replays, are then theirs; `anchor: rollout` and corrections still refer
-    to the policy that sampled. With `objective: grpo_decoupled` it is AReaL's objective (arXiv 2505.24298)."""
+    """Under `lag`: a batch that waited is scored again by the weights with which its first update begins. Its old
+    log-probabilities, and the routes that R2 replays, are then of these weights; `anchor: rollout` and corrections
+    still refer to the policy that sampled. `objective: grpo_decoupled` is then AReaL's objective (arXiv 2505.24298)."""
     segment: Count | None = None
     """Partial rollouts: a response is written this many tokens at a time, and after each step of training the new
-    weights go on with it, so that several versions of the weights write one response (every token's is kept). Each
-    step begins one batch and trains on the oldest: batches that wait never become fewer, so that one long response
-    makes all later batches as old, those of short responses, too (`version_age`). Old
-    log-probabilities, and the routes that R2 replays, are those of the weights with which the batch's first update
-    begins; R3 replays each token's route as it was when the token after it was written. None: one version writes
-    all."""
+    weights go on with it, so that several versions of the weights write one response (the version of every token is
+    kept). Each step begins one batch and trains on the oldest: the number of waiting batches never falls, so that one
+    long response makes all later batches as old, also those of short responses (`version_age`). Old log-probabilities,
+    and the routes that R2 replays, are those of the weights with which the batch's first update begins; R3 replays each
+    token's route as it was when the token after it was written. None: one version writes all."""
     scoring: Literal["pass", "decoding"] = "pass"
     """Where old log-probabilities, and the routes that R2 replays, come from: a pass over the finished responses; or,
     one pass less, the decoding that wrote them. Decoding with a cache sums in another order, so that its numbers differ
@@ -152,19 +151,20 @@ class RolloutConfig:
     differ by."""
     dynamic_sampling: Whole = 0
     """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): groups whose rewards are all equal, and teach nothing, are
-    replaced by groups of new prompts, in at most this many further samplings per batch; what is left stays. 0: none."""
+    replaced by groups of new prompts, in at most this many further samplings per batch; groups that are then left stay.
+    0: none."""
     overlong_buffer: Whole = 0
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13; its L_cache): over the last so many tokens before the
     length limit the reward that advantages are made of falls linearly by 1. In tokens; 0: none."""
     max_batch: Count | None = None
     """Responses decoded together; None decodes all at once."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    """Who samples. Evaluation always samples from the training model, so that arms are compared on one thing."""
+    """The engine that samples. Evaluation always samples from the training model, so that arms are compared alike."""
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """How weights are updated."""
+    """Settings of the updates of weights."""
 
     steps: Count = 31
     """RL steps; each samples one batch and makes `num_minibatches` updates on it."""
@@ -208,30 +208,30 @@ class OptimConfig:
     units of what the router ranks (probabilities for Qwen3-MoE, OLMoE and Mixtral). The bias acts on the choice alone,
     in sampling, scoring, updates and evaluation alike. 0: no bias."""
     expert_bias_loads: Literal["used", "live"] = "used"
-    """Which loads the bias follows under replay: those of the experts that were used, which are the replayed ones and
-    do not hear what the bias does, or of those that the routers would have chosen. The same without replay."""
+    """Which loads the bias follows under replay: `used`, those of the replayed experts, which the bias does not change,
+    or `live`, those of the experts that the routers would have chosen. Without replay the two are the same."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """An update whose gradient is not finite: stop the run, or leave it out and go on. It is kept under `incidents/`
-    either way (`moe_rl.training.incidents`), and moves no weight. A forward that gives no finite
-    log-probabilities stops the run whatever is set here: there is no update to leave out."""
+    """At an update whose gradient is not finite: `stop` the run, or `skip` the update and go on. In both cases the
+    update moves no weight and is recorded under `incidents/` (`moe_rl.training.incidents`). A forward whose
+    log-probabilities are not finite always stops the run, since there is no update to leave out."""
     reference_reset_every: Whole = 0
     """Iterative GRPO: the current policy becomes the KL reference every this many steps (0: never). Batches that wait
-    (`rollout.lag`) keep what the reference of their scoring said."""
+    (`rollout.lag`) keep the log-probabilities of the reference by which they were scored."""
 
 
 @dataclass(frozen=True)
 class ValueConfig:
-    """PPO's value model; used where advantages are `gae`."""
+    """Settings of PPO's value model, which is used if advantages are `gae`."""
 
     model: Literal["separate", "head"] = "separate"
     """`separate`: a backbone as large as the policy's, begun as a copy of it. `head`: a linear map of the policy's last
     hidden states, whose gradient stops there."""
     learning_rate: Positive = 1e-3
-    """Warmed up as the policy's."""
+    """Learning rate of the value model, warmed up as the policy's."""
     gamma: Fraction = 1.0
     """Discount of generalised advantage estimation."""
     lam: Fraction = 0.95
-    """Its trace decay; 1 gives returns minus values."""
+    """Trace decay (lambda) of generalised advantage estimation; 1 gives returns minus values."""
     clip: Positive | None = 0.2
     """How far a value may move from the old one in one step's updates and still count; None: no clip."""
     whiten: bool = True
@@ -240,11 +240,11 @@ class ValueConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Where the rewards come from that advantages are made of. `reward` in the metrics is always the verifier's."""
+    """Settings of the rewards from which advantages are computed. `reward` in the metrics is always the verifier's."""
 
     model: Literal["verifier", "learned"] = "verifier"
-    """`verifier`: the task's own. `learned`: a model trained on the verifier's verdicts, retrained as the policy moves
-    (iterative GRPO; its reference is reset by `optim.reference_reset_every`)."""
+    """`verifier`: the task's own rewards. `learned`: those of a model trained on the verifier's verdicts,
+    retrained as the policy moves (iterative GRPO; its reference is reset by `optim.reference_reset_every`)."""
     learning_rate: Positive = 1e-3
     initial_batches: Count = 8
     """Batches of the initial policy that the reward model learns from before the first step."""
@@ -262,7 +262,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Evaluation on held-out prompts, sampled at the training temperature."""
+    """Settings of the evaluation on held-out prompts, sampled at the training temperature."""
 
     every: Whole = 10
     """Steps between evaluations (0: never). The first and the last policy are always evaluated."""
@@ -273,7 +273,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """What is measured on a fixed subset after each update, in every arm, with and without replay."""
+    """Settings of the measurements on a fixed subset after each update, in every arm, with and without replay."""
 
     every: Whole = 1
     """Steps between probed steps (0: never)."""
@@ -284,8 +284,9 @@ class ProbeConfig:
     `every: 4` and 10 here, every 20 steps."""
     floor: bool = True
     """Before the first update, unless `every` is 0, score the probed responses again with the same weights: once more,
-    in other batch shapes, with another experts implementation, in bf16. What differs then is arithmetic, below which no
-    change rate means anything. Costs five forwards of the subset and, meanwhile, a bf16 copy of the weights."""
+    in other batch shapes, with another experts implementation, in bf16. These differences come from arithmetic
+    alone: they are the noise floor, below which no change rate means anything. Costs five forwards of the subset and,
+    meanwhile, a bf16 copy of the weights."""
     gradients: bool = False
     """Also compare, at the steps that `every` names and on the probed responses, the gradient of the arm's loss under
     live routing with that under the old policy's routes: cosine and norms, by layer and of the routers, and the cosine
@@ -299,13 +300,13 @@ class ProbeConfig:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """More than one process: `torchrun --nproc_per_node N -m moe_rl run FILE` (docs/scaling.md)."""
+    """Settings of runs in more than one process: `torchrun --nproc_per_node N -m moe_rl run FILE` (docs/scaling.md)."""
 
     strategy: Literal["none", "ddp", "fsdp2"] = "none"
     """`none`: one process. `ddp`: a whole copy of the model on each. `fsdp2`: weights, gradients and optimizer states
     are sharded."""
     processes: Count | None = None
-    """How many must have been started; None: any number, but more than one for ddp and fsdp2."""
+    """Number of processes that must have been started; None: any number, but more than one for ddp and fsdp2."""
     compute_dtype: Literal["bfloat16", "float16"] | None = None
     """fsdp2 only: the dtype in which weights are gathered and layers compute, while `model.dtype` is that of the shards
     that are updated. None: `model.dtype`."""
@@ -316,7 +317,7 @@ class DistributedConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run: one arm, one seed."""
+    """The configuration of one run: one arm, one seed."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
@@ -332,9 +333,9 @@ class RunConfig:
     """Send the metrics to a tracker as well (an optional package each). wandb uses the network unless it is told not
     to; null sends nothing anywhere."""
     checkpoint_every: Count = 10
-    """Steps between checkpoints (the last step always writes one). Each takes the place of the one before."""
+    """Steps between checkpoints (the last step always writes one). Each checkpoint replaces the one before."""
     keep_policy_every: Whole = 0
-    """Steps between policies that stay, from the first one on, in `checkpoints/step_NNNNNN/` in hub format: for
+    """Steps between policies that are kept, from the initial one on, in `checkpoints/step_NNNNNN/` in hub format: for
     `moe-rl drift`, and for a run that starts from one (`model.path`). 0: none. Each takes the disk space of the model,
     in `model.dtype`."""
     seed: Seed = 0

@@ -1,8 +1,8 @@
-"""PPO's value model: what reward each state leads to, a number per token (arXiv:1707.06347).
+"""PPO's value model (arXiv:1707.06347): for each token, a prediction of the reward that its state leads to.
 
-Two of them. `separate` is the usual one: a backbone as large as the policy's, which is what GRPO saves. `head` is the
-least there can be: a linear map of the policy's own last hidden states, detached, so that the policy is trained by the
-same gradient as in any other arm.
+There are two kinds. `separate` is the usual one: a backbone as large as the policy's, the cost that GRPO saves. `head`
+is the smallest possible one: a linear map of the policy's own last hidden states, detached, so that the policy is
+trained by the same gradient as in any other arm.
 """
 
 import copy
@@ -28,11 +28,11 @@ from moe_rl.training.ranks import Ranks
 from moe_rl.training.scorers import Scorer, Seen
 
 ROUNDING = 1e-5
-"""Of a return that is summed up in fp32 over a response, relative."""
+"""Relative rounding error of a return that is summed in fp32 over a response."""
 
 
 class ScalarModel(nn.Module):
-    """One number per token: a copy of a language model's backbone and a linear head that begins at 0."""
+    """A model with one output per token: a copy of a language model's backbone and a linear head that begins at 0."""
 
     def __init__(self, policy: nn.Module):
         super().__init__()
@@ -44,31 +44,32 @@ class ScalarModel(nn.Module):
     def forward(
         self, input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"] | Int[Tensor, "B T"]
     ) -> Float[Tensor, "B T"]:
-        """The head's value of the state after each token; padding holds anything."""
+        """Return the head's value of the state after each token; values on padding are arbitrary."""
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask.long()}
         if self._positions:
             inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
         hidden = self.trunk(**inputs, use_cache=False).last_hidden_state
-        return apply_head(self.head, hidden).clone()  # no view, of which FSDP2 warns
+        return apply_head(self.head, hidden).clone()  # not a view, about which FSDP2 would warn
 
 
 def scalar_head(lm: Any) -> nn.Linear:
-    """`[H] -> [1]` in fp32 (float64 for a float64 model), zero everywhere: it says 0 until it is trained."""
+    """Return a linear head `[H] -> [1]` in fp32 (float64 for a float64 model), all zero: it gives 0 before training."""
     weight = lm.get_output_embeddings().weight
     head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    setattr(head, KEPT_FP32, True)  # also where the backbone is gathered in 16 bits
+    setattr(head, KEPT_FP32, True)  # stays fp32 even if the backbone is gathered in 16 bits
     return head
 
 
 def apply_head(head: nn.Module, hidden: Float[Tensor, "B T H"]) -> Float[Tensor, "B T"]:
-    rows = hidden.to(next(head.parameters()).dtype).flatten(0, 1)  # FSDP2 warns of outputs that are views
+    """Return a scalar head's value of each hidden state, computed in the head's dtype."""
+    rows = hidden.to(next(head.parameters()).dtype).flatten(0, 1)  # FSDP2 warns about outputs that are views
     return head(rows).view(hidden.shape[:2])
 
 
 def optimizer_of(module: nn.Module, learning_rate: float, optim: OptimConfig) -> torch.optim.Optimizer:
-    """The policy's kind of optimizer over all of a module, at a learning rate of its own."""
+    """Return an optimizer of the policy's kind for all parameters of a module, with its own learning rate."""
     group = {"params": list(module.parameters()), "lr": learning_rate}
     return make_optimizer([group], optim.betas, optim.weight_decay, optim.master_weights)
 
@@ -79,12 +80,12 @@ class Critic(Scorer):
     def __init__(self, policy: nn.Module, config: ValueConfig, optim: OptimConfig, ranks: Ranks):
         self.config, self.optim, self.ranks = config, optim, ranks
         module = scalar_head(causal_lm(policy)) if config.model == "head" else ScalarModel(policy)
-        self._loss = 0.0  # of the micro-batches since the last step
+        self._loss = 0.0  # sum over the micro-batches since the last step
         self.model, self.optimizer = ranks.prepare(module, optimizer_of(module, config.learning_rate, optim))
 
     @contextmanager
     def watch(self, policy: nn.Module) -> Iterator[list[Tensor]]:
-        """Inside, the last hidden states of each call of the policy are kept, if the value is read off them."""
+        """Context manager: collect the policy's last hidden states, call by call, if the value model is a head."""
         states: list[Tensor] = []
         if self.config.model != "head":
             yield states
@@ -97,14 +98,15 @@ class Critic(Scorer):
             handle.remove()
 
     def say(self, part: Any, seen: Seen, watched: list[Tensor]) -> dict[str, Tensor]:
+        """Return the value predictions (`values`) for a part of the rollout."""
         return {"values": self.values(part, watched)}
 
     def values(self, part: Any, states: list[Tensor]) -> Float[Tensor, "B T"]:
-        """V of the state in which token t is chosen, on each completion token; 0 elsewhere. With gradient.
+        """Return V of the state in which token t is chosen, for each completion token; 0 elsewhere. With gradient.
 
         Args:
             part: a Batch or Rollout.
-            states: what `watch` kept of the policy's call on this part.
+            states: hidden states that `watch` collected in the policy's call on this part.
         """
         if self.config.model == "head":
             if not states or states[-1].shape[:2] != part.input_ids.shape:
@@ -120,10 +122,10 @@ class Critic(Scorer):
     def advantages(
         self, rewards: Float[Tensor, " B"], values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], dict[str, Any]]:
-        """Generalised advantages, returns, and what is to be logged: the reward comes with the last token.
+        """Return generalised advantages, returns, and metrics to log. The reward comes with a response's last token.
 
-        explained_variance = 1 - Var(return - V) / Var(return), over tokens; 0 for a value that knows nothing, NaN where
-        returns differ by no more than their rounding.
+        explained_variance = 1 - Var(return - V) / Var(return), over tokens; 0 for a value model that knows nothing, NaN
+        if returns differ by no more than their rounding error.
         """
         config = self.config
         advantages, returns = generalized_advantages(
@@ -147,12 +149,13 @@ class Critic(Scorer):
             self.config.clip,
             total_tokens=totals.tokens,
         )
-        self.ranks.backward(loss * self.ranks.size)  # shares of a sum, averaged over ranks
+        self.ranks.backward(loss * self.ranks.size)  # backward averages over ranks; each has a share of a sum
         self._loss += float(loss.detach())
 
     def step(self, warmup: float, hold: bool = False) -> dict[str, Any]:
-        """One optimizer step at `warmup` times the learning rate; loss and gradient norm of the minibatch. None is made
-        with `hold`, or where that norm is not finite."""
+        """Make one optimizer step at `warmup` times the learning rate; return loss and gradient norm of the minibatch.
+
+        No step is made with `hold`, or if the gradient norm is not finite."""
         for group in self.optimizer.param_groups:
             group["lr"] = warmup * self.config.learning_rate
         norm = self.ranks.clip_grad_norm_(self.model.parameters(), self.optim.max_grad_norm)

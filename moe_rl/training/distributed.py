@@ -1,9 +1,9 @@
-"""More than one process: who has which share, what is put together again, and everything that must agree.
+"""Runs of several processes: the share of each rank, the gathering of results, and checks that all ranks agree.
 
 Every rank holds every batch (tokens, log-probabilities, routes: 384 bytes per token for 48 sites of 8 experts) but
-computes only its share of it: samples its prompts, scores its responses, goes forward and backward on its rows of each
-minibatch. What is measured is gathered per token, in the order of a single process, and then reduced, so that a
-mean is one over tokens and not over ranks, and a variance is that of all tokens.
+computes only its share: it samples responses to its prompts, scores its responses, and goes forward and backward on its
+rows of each minibatch. Measured values are gathered per token, in the order of a single process, and then reduced, so
+that a mean is one over tokens and not over ranks, and a variance is that of all tokens.
 """
 
 import atexit
@@ -45,14 +45,14 @@ def ranks_of(
     tracker: str | None = None,
     folder: Path | None = None,
 ) -> Ranks:
-    """The processes that were launched, held to what was asked for.
+    """Return the `Ranks` of the processes that were launched, after a check that they are those asked for.
 
     Args:
-        config: the strategy and what is expected of the launcher.
+        config: the strategy, and the number of processes that must have been launched.
         device, tracker, folder: see `Ranks`.
 
     Raises:
-        DistributedError: other processes than `config` asks for.
+        DistributedError: the processes are not those that `config` asks for.
     """
     config = config or DistributedConfig()
     launched, started = launched_processes(), "LOCAL_RANK" in os.environ
@@ -71,9 +71,11 @@ def ranks_of(
 
 
 def uses_all(module: nn.Module) -> bool:
-    """Whether all trained parameters take part in a forward, here of two tokens. Of some families not: selection biases
-    (Ernie 4.5), indexers of sparse attention; DDP then has to look for them in every forward."""
-    if isinstance(module, nn.Linear):  # a head
+    """Return whether all trained parameters get a gradient from a forward, which is made here on two tokens.
+
+    In some families a few do not: selection biases (Ernie 4.5), indexers of sparse attention. DDP then has to look for
+    unused parameters in every forward."""
+    if isinstance(module, nn.Linear):  # a scalar head
         return True
     trained = [p for p in module.parameters() if p.requires_grad]
     ids = torch.zeros(1, 2, dtype=torch.long, device=trained[0].device)
@@ -84,7 +86,7 @@ def uses_all(module: nn.Module) -> bool:
 
 
 class Group(Ranks):
-    """Several processes, or one that holds shards; arguments and methods as those of `Ranks`."""
+    """The `Ranks` of several processes, or of one process under fsdp2; arguments and methods as those of `Ranks`."""
 
     def __init__(self, config: DistributedConfig, device: str, tracker: str | None, folder: Path | None, cpu: bool):
         super().__init__(device, tracker, folder, cpu)
@@ -110,7 +112,7 @@ class Group(Ranks):
         return model, optimizer
 
     def shard(self, module: nn.Module) -> nn.Module:
-        if self.mesh is not None and not isinstance(module, AdaptersOff):  # whose modules are the policy's
+        if self.mesh is not None and not isinstance(module, AdaptersOff):  # its modules are the policy's
             name = self.distributed.compute_dtype
             shard_from_rank_0(module, self.mesh, DTYPES[name] if name else None)
         return module.to(self.device)
@@ -126,8 +128,9 @@ class Group(Ranks):
 
     @contextmanager
     def lock_step(self, model: nn.Module | None) -> Iterator[None]:
-        """Inside, ranks may call a sharded model as often as each needs to (sampling ends at different lengths): each
-        call gathers weights on all ranks, so those that are done go on, with one token, until all are."""
+        """Context manager: let each rank call a sharded model as often as it needs (lengths of samples differ).
+
+        A call gathers weights on all ranks, so a rank that is done calls the model with one token until all are."""
         if self.size == 1 or model is None or not is_sharded(model):
             yield
             return
@@ -146,6 +149,7 @@ class Group(Ranks):
                 model(input_ids=token, attention_mask=token + 1, use_cache=False)
 
     def _any(self, mine: bool) -> bool:
+        """Return whether `mine` is True on any rank."""
         flag = torch.tensor(float(mine), device=self.device)
         dist.all_reduce(flag)
         return bool(flag > 0)
@@ -153,23 +157,25 @@ class Group(Ranks):
     # -- shares ----------------------------------------------------------------------------------------------------
 
     def sample(self, engine: Any, problems: list[Any], **options: Any) -> Rollout:
-        """Each rank samples responses to its share of the problems; then all hold all, padded as if by one process.
+        """Sample responses to this rank's share of the problems; return those of all ranks, padded as by one process.
 
         Random numbers are drawn in the order of rows, so that a response depends neither on the number of ranks nor on
-        which samples it.
+        the rank that samples it.
 
         Raises:
             DistributedError: ranks whose problems differ.
         """
         self.agree_on("the prompts", [(p.prompt, p.answer) for p in problems])
         mine, rows = self.share(len(problems)), options["group_size"] * options["max_new_tokens"]
-        torch.rand(mine.start * rows, generator=options["generator"], dtype=torch.float64)  # of lower ranks
+        torch.rand(mine.start * rows, generator=options["generator"], dtype=torch.float64)  # those of lower ranks
         with self.lock_step(getattr(engine, "model", None)):
             own = engine.sample([problems[i] for i in mine], **options)
         return self._joined(own, problems)
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """Consecutive ones, as many as every other rank's, give or take one; DistributedError for fewer than ranks."""
+        """Return the numbers, out of range(count), of a rank's share; shares differ in size by one at most.
+
+        Raises DistributedError if `count` is below the number of ranks."""
         if count < self.size:
             raise DistributedError(f"{count} things cannot be shared by {self.size} ranks: one each at least")
         rank = self.rank if rank is None else rank
@@ -183,8 +189,8 @@ class Group(Ranks):
         sizes = [len(self.share(count, rank)) for rank in range(self.size)]
         if len(own) != sizes[self.rank]:
             raise DistributedError(f"rank {self.rank} has {len(own)} rows to gather; its share is {sizes[self.rank]}")
-        rows = own.detach().reshape(len(own), -1).contiguous().view(torch.uint8)  # bytes: any dtype, on any backend
-        padded = nn.functional.pad(rows, (0, 0, 0, max(sizes) - len(rows))).to(self.device)  # NCCL sends from there
+        rows = own.detach().reshape(len(own), -1).contiguous().view(torch.uint8)  # bytes: any dtype on any backend
+        padded = nn.functional.pad(rows, (0, 0, 0, max(sizes) - len(rows))).to(self.device)  # NCCL needs it there
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded)
         joined = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
@@ -202,13 +208,13 @@ class Group(Ranks):
         return next((value for value in everyone if value != value), max(everyone))
 
     def _joined(self, own: Rollout, problems: list[Any]) -> Rollout:
-        """The rollouts of all ranks as one: prompts padded on the left and responses on the right to the longest."""
+        """Return the rollouts of all ranks as one; prompts are padded on the left, responses on the right."""
         G, widths = own.group_size, [own.first, own.input_ids.shape[1] - own.first]
         everyone = self.exchange([*widths, own.completions])
         own = padded(own, *(max(of[i] for of in everyone) - widths[i] for i in (0, 1)))
 
         def joined(x: Tensor) -> Tensor:
-            # Ranks have shares of problems; shares of rows are the same only if they divide evenly.
+            # Shares are of problems; shares of rows would be the same only if problems divide evenly.
             per_problem = x.reshape(-1, G, *x.shape[1:])
             return self.gather(per_problem, len(problems)).flatten(0, 1)
 
@@ -225,7 +231,7 @@ class Group(Ranks):
     # -- agreement -------------------------------------------------------------------------------------------------
 
     def exchange(self, own: Any) -> list[Any]:
-        """What every rank has to say, in the order of ranks, on every rank; as JSON, where torch's own would pickle."""
+        """Return `own` of every rank, in the order of ranks, on every rank; as JSON, because torch would pickle."""
         said = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8).to(self.device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(said)], device=self.device))
@@ -249,7 +255,7 @@ class Group(Ranks):
         self.agree(what, digest(*own))
 
     def agree_on_weights(self, model: nn.Module) -> None:
-        # Under fsdp2 the same shapes and dtypes: they will get the weights of rank 0.
+        # Under fsdp2 only shapes and dtypes must agree, since all ranks will get the weights of rank 0.
         self.agree("the weights that they loaded", fingerprint(model, sums=self.mesh is None))
 
     def first(self, act: Callable[[], bool]) -> bool:
@@ -271,7 +277,7 @@ class Group(Ranks):
 
 
 def fingerprint(module: nn.Module, sums: bool = True) -> dict[str, str]:
-    """For each parameter its dtype, shape and sum: enough to tell that ranks loaded the same weights."""
+    """Return dtype, shape and (if `sums`) sum of each parameter, to tell whether ranks loaded the same weights."""
     return {
         name: f"{p.dtype} {list(p.shape)}" + (f" {p.detach().sum(dtype=torch.float64).item():.17g}" if sums else "")
         for name, p in module.named_parameters()
@@ -279,7 +285,7 @@ def fingerprint(module: nn.Module, sums: bool = True) -> dict[str, str]:
 
 
 def digest(*values: Any) -> str:
-    """SHA-256 of tensors and of what `repr` shows of anything else."""
+    """Return the SHA-256 sum (hex) of the values: of the bytes of tensors, and of the `repr` of anything else."""
     found = hashlib.sha256()
     for value in values:
         if isinstance(value, Tensor):
@@ -290,8 +296,10 @@ def digest(*values: Any) -> str:
 
 
 def _leave() -> None:
-    """Leave the group, and leave nothing that belongs to it to the end of the interpreter: a DDP model that is freed
-    there can abort the process (seen with gloo, torch 2.13), and the launcher then stops the other ranks."""
+    """Leave the process group, and free all that belongs to it now instead of at the end of the interpreter.
+
+    A DDP model that is freed at the end can abort the process (seen with gloo, torch 2.13), and the launcher then stops
+    the other ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
     AcceleratorState._reset_state()

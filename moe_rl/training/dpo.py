@@ -1,4 +1,4 @@
-"""DPO in the loop: pairs out of groups, and their loss in the form that the loop logs."""
+"""DPO in the training loop: the choice of pairs from groups, and their loss in the form that the loop logs."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ from moe_rl.training.batch import Batch
 
 
 def best_and_worst(rewards: Float[Tensor, " B"], group_size: int) -> Int[Tensor, " N"]:
-    """Rows of the best and the worst response of each group, in turn: best 0, worst 0, best 1, worst 1, ...
+    """Return the rows of the best and the worst response of each group: best 0, worst 0, best 1, worst 1, ...
 
-    The first of several that are equal. A group of equal rewards gives its first response twice.
+    Of several responses with equal rewards the first is taken. A group of equal rewards gives its first response twice.
     """
     groups = rewards.view(-1, group_size)
     start = torch.arange(len(groups), device=rewards.device) * group_size
@@ -21,18 +21,18 @@ def best_and_worst(rewards: Float[Tensor, " B"], group_size: int) -> Int[Tensor,
 
 
 def preferences(rewards: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """+1 on the better and -1 on the worse of each pair of rows; 0 on both where neither is better."""
+    """Return +1 for the better and -1 for the worse row of each pair; 0 for both if their rewards are equal."""
     better = (rewards[0::2] > rewards[1::2]).to(rewards.dtype)
     return torch.stack([better, -better], 1).flatten()
 
 
 def pair_loss(beta: float, logps: Float[Tensor, "B T"], part: Batch, total_pairs: int) -> LossOutput:
-    """DPO's loss on whole pairs (rows as `best_and_worst` puts them); pairs without a preference do not count.
+    """Return DPO's loss on whole pairs (rows ordered as by `best_and_worst`); pairs without a preference do not count.
 
     Args:
         beta: strength of the tie to the reference, per nat.
-        logps: current policy, nats.
-        part: its advantages are `preferences`.
+        logps: log-probabilities of the current policy, nats.
+        part: rows whose advantages are `preferences`.
         total_pairs: pairs with a preference over all micro-batches of the optimiser step.
     """
     assert part.ref_logps is not None
@@ -48,7 +48,7 @@ def pair_loss(beta: float, logps: Float[Tensor, "B T"], part: Batch, total_pairs
 
 
 def pairs_of(batch: Batch, group_size: int, learned_rewards: Tensor | None) -> Batch:
-    """The best and the worst response of each group."""
+    """Return a batch of the best and the worst response of each group, with `preferences` as their advantages."""
     rewards = batch.rewards if learned_rewards is None else learned_rewards
     pairs = best_and_worst(rewards, group_size)
     return replace(batch.rows(pairs), advantages=preferences(rewards[pairs]))

@@ -1,4 +1,4 @@
-"""A number that is none: where it came up, and what a run keeps of it, for a look afterwards."""
+"""Incidents: the error for numbers that are not finite, and the files that a run keeps for looking into their cause."""
 
 import shutil
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from moe_rl.training.state import State
 
 
 class NotFiniteError(FloatingPointError):
-    """Raised where such a number first shows; `keep_incident` keeps what it came of.
+    """Error for a number that is not finite, raised where the number first shows; `keep_incident` keeps its cause.
 
     Attributes:
         where: `update 2`, `sampling`, `scoring`.
-        part: the minibatch, or the responses; its tensors and routes are kept.
-        numbers: more about it, by name.
-        everywhere: whether all ranks meet it at once.
+        part: the minibatch, or the responses, from which the number came; their tensors and routes are kept.
+        numbers: more about the incident, by name.
+        everywhere: whether the error is raised on all ranks at once.
     """
 
     def __init__(
@@ -31,7 +31,11 @@ class NotFiniteError(FloatingPointError):
 
 
 def gradient_incident(update: int, batch: Responses, row: Mapping[str, Any], gradients: list[str]) -> NotFiniteError:
-    """Of an update whose gradient norm is not finite: its row, and this rank's parameters with such gradients."""
+    """Return the error for an update whose gradient norm is not finite.
+
+    row: the row of kind "update".
+    gradients: names of this rank's parameters whose gradients are not finite.
+    """
     wrong = [
         name for name, value in row.items() if value is not None and not bool(torch.as_tensor(value).isfinite().all())
     ]
@@ -49,33 +53,36 @@ def gradient_incident(update: int, batch: Responses, row: Mapping[str, Any], gra
 
 
 def keep_incident(state: State, error: NotFiniteError) -> Path:
-    """`incidents/step_NNNNNN_WHERE/`: what came of which numbers. Returns the folder; every rank that meets it must
-    call it. Where not every rank has to meet it, each that does keeps its own, from the second on as `..._rankN/`.
+    """Write an incident to the folder `incidents/step_NNNNNN_WHERE/` of the run, and return that folder.
+
+    Every rank on which the error was raised must call this function. If the error need not be raised on all ranks, each
+    rank writes a folder of its own, named `..._rankN/` on all ranks but the first.
 
     `batch.safetensors` has the tensors of the minibatch, or of the responses that were sampled or scored;
-    `routes.safetensors` their routes, where known (`RoutedExperts.load` reads them); `row.json` the numbers (not
-    finite: as words); `state/` a checkpoint of that moment, in hub format. Under `optim.on_nonfinite: skip` the first
-    incident alone has one, and none has where not every rank has met it.
+    `routes.safetensors` their routes, if known (`RoutedExperts.load` reads them); `row.json` the numbers (those not
+    finite as text); `state/` a checkpoint of that moment, in hub format. Under `optim.on_nonfinite: skip` only the
+    first incident has a `state/`, and an incident that need not be on every rank has none.
     """
     everywhere = state.ranks.size == 1 or error.everywhere
     own = "" if everywhere or state.ranks.main else f"_rank{state.ranks.rank}"
     place = state.folder / "incidents" / f"step_{state.step:06d}_{error.where.replace(' ', '_')}{own}"
-    first = everywhere and state.ranks.first(lambda: _whole(state, place))
+    first = everywhere and state.ranks.first(lambda: _gets_state(state, place))
     if own or state.ranks.main:
         shutil.rmtree(place, ignore_errors=True)
         save_responses(place, "batch", error.part, prefix="")
         numbers = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in error.numbers.items()}
-        write_json(place / "row.json", {name: _words(value) for name, value in numbers.items()})
+        write_json(place / "row.json", {name: _nonfinite_as_text(value) for name, value in numbers.items()})
     if first:
         write_state(state, place / "state")
     return place
 
 
-def _whole(state: State, place: Path) -> bool:
-    """Whether this incident is to have the state: a run that goes on would otherwise keep one for each."""
+def _gets_state(state: State, place: Path) -> bool:
+    """Return whether this incident gets a `state/`. A run that goes on after incidents keeps only the first."""
     others = [path for path in (state.folder / "incidents").glob("*/state") if path.parent != place]
     return state.config.optim.on_nonfinite == "stop" or not others
 
 
-def _words(value: Any) -> Any:
+def _nonfinite_as_text(value: Any) -> Any:
+    """Return a float that is not finite as text, any other value unchanged."""
     return str(value) if isinstance(value, float) and value - value != 0 else value

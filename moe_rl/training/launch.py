@@ -1,7 +1,7 @@
-"""What the launcher started against what the study asks for.
+"""Checks that the processes which the launcher started are those that the study asks for.
 
-Whatever accelerate would quietly do otherwise (one process where several were asked for, DDP where FSDP was, another
-precision, another device) is an error, on every rank, before anything is loaded.
+accelerate can silently do something else than was asked for (one process instead of several, DDP instead of FSDP,
+another precision, another device). Here that is an error, on every rank, before anything is loaded.
 """
 
 import os
@@ -12,21 +12,24 @@ from moe_rl.training.config import DistributedConfig
 COMMAND = "torchrun --nproc_per_node N -m moe_rl run FILE --arm ARM"
 CPU_LAUNCH = ". On a CPU, accelerate launch starts several with --multi_gpu, and one with --cpu, whatever it is asked"
 LAUNCHED_BY = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Where launchers say how many there are: torch's, and those of MPI that accelerate reads."""
+"""Environment variables in which launchers state the number of processes: torch's, and those of MPI that accelerate
+reads."""
 
 
 class DistributedError(RuntimeError):
-    """Processes that are not what the configuration asks for, or that disagree; the same on every rank."""
+    """Error, the same on every rank, for processes that are not what the configuration asks for, or that disagree."""
 
 
 def launched_processes() -> int:
-    """How many processes torchrun or accelerate launch started; 1 without them."""
+    """Return how many processes torchrun or accelerate launch started; 1 without such a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def check_launch(config: DistributedConfig, launched: int, environ: Any, device: str = "auto") -> None:
-    """Raises DistributedError unless the processes that were started, and what accelerate's launcher says to them in
-    `environ`, are what `config` and `device` (model.device) ask for."""
+    """Raise DistributedError unless the launched processes are those that `config` and `device` ask for.
+
+    environ: environment variables, in which accelerate's launcher passes its settings.
+    device: `model.device`."""
     strategy, wanted = config.strategy, config.processes
     if wanted is not None and wanted != launched:
         raise DistributedError(
@@ -45,7 +48,7 @@ def check_launch(config: DistributedConfig, launched: int, environ: Any, device:
         )
     if strategy == "fsdp2" and "LOCAL_RANK" not in environ:
         raise DistributedError(f"distributed.strategy: fsdp2 needs a launcher, also for one process: {COMMAND}")
-    # accelerate's launcher for one process names a master only where it was asked for several.
+    # accelerate's launcher for one process sets MASTER_ADDR only if it was asked for several.
     alone = "ACCELERATE_USE_CPU" in environ and not any(name in environ for name in LAUNCHED_BY)
     if wanted is None and alone and "MASTER_ADDR" in environ:
         raise DistributedError(
@@ -56,7 +59,7 @@ def check_launch(config: DistributedConfig, launched: int, environ: Any, device:
 
 
 def _check_accelerate(environ: Any, device: str) -> None:
-    """Nothing in accelerate's configuration may ask for what this loop would not do, or would do twice."""
+    """Raise DistributedError if accelerate's configuration asks for what this loop does not do, or would do twice."""
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true"):
             raise DistributedError(
@@ -84,7 +87,7 @@ def _check_accelerate(environ: Any, device: str) -> None:
 
 
 def check_shares(config: Any, size: int) -> None:
-    """Raises DistributedError unless every batch of `config` (a RunConfig) can be shared by `size` ranks."""
+    """Raise DistributedError unless every batch of `config` (a RunConfig) can be shared by `size` ranks."""
     rollout, minibatches = config.rollout, config.optim.num_minibatches
     if rollout.prompts % (minibatches * size):
         raise DistributedError(

@@ -1,4 +1,4 @@
-"""What a run may do to its routers: force a part of the routes alone, and balance their experts without a loss."""
+"""Interventions on routing: replay of a part of the routes only, and load balancing by a bias instead of a loss."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -14,35 +14,38 @@ from moe_rl.training.config import MethodConfig
 
 
 class ExpertBias:
-    """Load balancing without a loss: a bias on the selection of experts that follows their loads.
+    """Load balancing without a loss: a bias on the selection of experts that is moved against their loads.
 
-    After each update, of every site's experts e with c_e of the minibatch's tokens (arXiv 2408.15664, algorithm 1):
+    After each update, for every expert e of a site, which got c_e of the minibatch's tokens (arXiv 2408.15664,
+    algorithm 1):
 
         b_e <- b_e + rate * sign(mean(c) - c_e)
 
-    The loads are of the forward that was just trained on.
+    The loads are those of the update's own forward.
 
     Args:
-        rate: step of the bias, in units of what the router ranks.
+        rate: step of the bias, in the unit of the scores that the router ranks.
         live: under replay, count the experts that the routers would have chosen instead of the replayed ones.
     """
 
     def __init__(self, model: nn.Module, rate: float, live: bool = False):
         self.rate, self.live = rate, live
         with biased_routes(model) as self.values:
-            pass  # zeros of the right shape, and a refusal of families that cannot have one
+            pass  # gives zeros of the right shape, and raises for families that cannot have a bias
 
     def applied(self, policy: nn.Module) -> AbstractContextManager[Tensor]:
-        """While it is open, `policy` chooses its experts under the bias."""
+        """Context manager: `policy` chooses its experts under the bias."""
         return biased_routes(policy, self.values)
 
     def update(self, load: Int[Tensor, "L E"]) -> None:
-        """Follow the loads of one minibatch, tokens by expert as `expert_load` counts them."""
+        """Move the bias by the loads of one minibatch: tokens per expert, as `expert_load` counts them."""
         self.values += (self.rate * load_error(load).sign()).to(self.values)
 
 
 def load_error(load: Int[Tensor, "L E"]) -> Float[Tensor, "L E"]:
-    """mean(c) - c_e of each site's experts: above 0 where an expert has too few tokens. Negative counts are no experts.
+    """Return mean(c) - c_e for each site's experts: above 0 for an expert with too few tokens.
+
+    A negative count means that there is no such expert (sites with fewer experts); its error is 0.
 
     >>> load_error(torch.tensor([[8, 0, 2, 2, -1]]))
     tensor([[-5.,  3.,  1.,  1.,  0.]], dtype=torch.float64)
@@ -55,11 +58,14 @@ def load_error(load: Int[Tensor, "L E"]) -> Float[Tensor, "L E"]:
 def with_part_to_replay(
     batch: Batch, method: MethodConfig, margins: Float[Tensor, "B T L"] | None, generator: torch.Generator
 ) -> Batch:
-    """The batch with the (token, site) rows of all tokens that an arm replays which does not replay all (`keep`,
-    `keep_sites`). `margins`: of the old policy's choices; None where `keep` is 1.
+    """Return the batch with a mask `kept` of the (token, site) rows that the arm replays.
+
+    For arms that replay only a part of the routes (`keep`, `keep_sites`).
+
+    margins: margins of the old policy's choices; None if `keep` is 1.
 
     Raises:
-        ValueError: `keep_sites` names sites that the model does not have, or that choose nothing.
+        ValueError: `keep_sites` names sites that the model does not have, or only sites that choose nothing.
     """
     tokens = batch.attention_mask.bool()
     rows = tokens[..., None].repeat(1, 1, len(batch.routes.sites))
@@ -76,8 +82,10 @@ def with_part_to_replay(
 def kept_rows(
     margins: Float[Tensor, "B T L"], tokens: Bool[Tensor, "B T"], share: float, generator: torch.Generator | None = None
 ) -> Bool[Tensor, "B T L"]:
-    """The `share` of each site's rows, of all `tokens`, that were decided by the least margin; with a `generator` as
-    many at random. Rounded to whole rows; a row without a choice (margin NaN) comes last.
+    """Return a mask of the `share` of each site's rows, among all `tokens`, that were decided by the least margin.
+
+    With a `generator`, as many rows are chosen at random. The number is rounded to whole rows; a row without a choice
+    (margin NaN) comes last.
 
     >>> margins = torch.tensor([[[0.3], [0.1], [0.2], [0.0]]])
     >>> kept_rows(margins, torch.tensor([[True, True, True, False]]), 0.7).flatten().tolist()
@@ -95,7 +103,7 @@ def kept_rows(
 
 
 def check_choice(sites: Sequence[int], routes: RoutedExperts) -> None:
-    """Raises ValueError where these sites of a model all look their experts up by token id: nothing would be replayed.
+    """Raise ValueError if all these sites look their experts up by token id, so that nothing would be replayed.
 
     >>> hashed = RoutedExperts(torch.zeros(1, 1, 2, 1, dtype=torch.int64), ["a", "b"], 4, meta={"hash_routed": ["a"]})
     >>> check_choice([0], hashed)
@@ -113,12 +121,14 @@ def check_choice(sites: Sequence[int], routes: RoutedExperts) -> None:
 
 
 def check_sites(sites: Sequence[int], number: int) -> None:
-    """Raises ValueError for a site that a model of so many sites does not have."""
+    """Raise ValueError for a site that a model with `number` sites does not have."""
     if missing := [site for site in sites if site >= number]:
         raise ValueError(f"method.keep_sites: no site {missing}; this model has {number}, from 0 to {number - 1}")
 
 
-def only(routes: RoutedExperts, rows: Bool[Tensor, "B T #L"]) -> RoutedExperts:
-    """These rows of the routes, or with one for all sites those of these tokens; all others are live (-1)."""
+def only_rows(routes: RoutedExperts, rows: Bool[Tensor, "B T #L"]) -> RoutedExperts:
+    """Return routes in which only these (token, site) rows are forced and all others are live (-1).
+
+    rows: with a last dimension of 1: the same tokens at all sites."""
     ids = torch.where(rows.to(routes.device)[..., None], routes.ids, -1)
     return routes.with_ids(ids, routes.tokens)

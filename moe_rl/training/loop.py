@@ -1,10 +1,10 @@
-"""The loop. One for all methods: only `MethodConfig` tells arms apart.
+"""The training loop: one for all methods, since arms differ only in `MethodConfig`.
 
     sample responses -> score them (old log-probabilities and routes in one pass) -> advantages
     -> for each minibatch: forward and backward, inside replay for a replay arm, and one optimizer step -> probe
 
-Each step takes the few things that it needs and returns what it made. The functions here hold the whole state, and
-those of `other_methods` that sample, or change the models, in the place of these.
+The parts of a step, in other modules, take the few things that they need and return what they made. The whole `State`
+is passed only to the functions here and to those of `other_methods` that replace them (to sample or to change models).
 """
 
 import random
@@ -54,7 +54,7 @@ from moe_rl.training.validation import validate
 def train(
     config: RunConfig, folder: str | Path, cache_dir: str | Path | None = None, listener: Listener | None = None
 ) -> None:
-    """Train one arm with one seed; everything that is measured goes to `folder`. Resumes from its checkpoint.
+    """Train one arm with one seed, and write all measurements to `folder`. Resumes from the checkpoint there, if any.
 
     Args:
         config: what to run.
@@ -65,10 +65,10 @@ def train(
     Raises:
         ValueError: the configuration cannot run.
         CheckpointError: the folder's checkpoint is damaged.
-        DistributedError: other processes than the configuration asks for, or ranks that disagree.
-        TaskError: the task's own code failed; names step, prompt and completion.
-        FloatingPointError: a number that is none: a log-probability, or a gradient if `optim.on_nonfinite` says stop.
-            Names step, tensor and, of a response, its prompt; `incidents/` has what it came of.
+        DistributedError: the processes are not those that the configuration asks for, or ranks disagree.
+        TaskError: the task's own code failed; the message names step, prompt and completion.
+        FloatingPointError: a log-probability is not finite, or a gradient if `optim.on_nonfinite` is stop. The message
+            names step, tensor and, for a response, its prompt; `incidents/` has the tensors it came from.
     """
     validate(config)
     state = begin(config, folder, cache_dir, listener)
@@ -82,19 +82,21 @@ def train(
 
 
 def resume(state: State) -> None:
-    """Continue from the folder's checkpoint, if it has one; rows and policies that will be written again go. Raises
-    DistributedError, before any go, if that of another rank is another one."""
+    """Restore the state from the folder's checkpoint, if there is one, and remove later rows and kept policies.
+
+    The run will write these again. Raises DistributedError, before anything is removed, if ranks find different
+    checkpoints."""
     ranks, log = state.ranks, state.log
     ranks.first(lambda: settle(state.folder) is not None)
     mark = load_checkpoint(state)
-    seal = None if mark is None else sha256_of(state.folder / "checkpoint" / "state.json")  # which has all files' sums
+    seal = None if mark is None else sha256_of(state.folder / "checkpoint" / "state.json")  # lists all files' sums
     ranks.agree("the checkpoint", {"step": state.step, "state.json": seal})
     ranks.first(lambda: log.resume(mark))
     ranks.first(lambda: drop_policies_after(state.folder, state.step))
 
 
 def run(state: State) -> None:
-    """From the current step to the last. Raises FloatingPointError, see `train`."""
+    """Run all steps that are left, under the expert bias if there is one. Raises FloatingPointError, see `train`."""
     try:
         with state.expert_bias.applied(state.policy) if state.expert_bias else nullcontext():
             steps(state)
@@ -104,7 +106,7 @@ def run(state: State) -> None:
 
 
 def steps(state: State) -> None:
-    """All steps that are left."""
+    """Run all steps that are left, with their evaluations, probes and checkpoints."""
     config = state.config
     while state.step < config.optim.steps:
         if due(config.keep_policy_every, state.step):
@@ -141,7 +143,7 @@ def steps(state: State) -> None:
 
 
 def due(every: int, step: int) -> bool:
-    """Whether something that happens every so many steps (0: never) happens at this one."""
+    """Return whether something that happens every `every` steps (0: never) happens at `step`."""
     return bool(every) and step % every == 0
 
 
@@ -149,7 +151,7 @@ def due(every: int, step: int) -> bool:
 
 
 def collect_batch(state: State) -> Batch:
-    """Sample responses and score them: old log-probabilities and routes of the current policy in one pass."""
+    """Sample responses and return them as a scored batch: old log-probabilities and routes come from one pass."""
     config, method, ranks = state.config, state.method, state.ranks
     index = len(state.waiting)
     rng = seeded_random(config.seed, "prompts", state.step, index)
@@ -158,7 +160,7 @@ def collect_batch(state: State) -> Batch:
     if config.rollout.segment is not None or config.rollout.dynamic_sampling:
         rollout, sampled = other_sampling(state, rollout, more)
     probe, step = config.probe, state.step + index
-    probed = due(probe.every, step) or due(probe.decompose_every, step)  # whose step measures what a pass says
+    probed = due(probe.every, step) or due(probe.decompose_every, step)  # the probe measures against a pass
     decoded = config.rollout.scoring == "decoding" and not probed
     scores = score_rollout(
         rollout,
@@ -171,7 +173,7 @@ def collect_batch(state: State) -> Batch:
         shared=config.optim.share_prompts and not probed,
     )
     if decoded:
-        rollout = replace(rollout, routes=None)  # those of the old policy now, and of no other engine
+        rollout = replace(rollout, routes=None)  # they are the old policy's own, not those of another engine
     advantages, returns, metrics = advantages_of(state, rollout, scores)
     batch = make_batch(rollout, scores, advantages, replay=config.method.replay, step=state.step, returns=returns)
     if config.method.keep < 1 or config.method.keep_sites is not None:
@@ -179,7 +181,7 @@ def collect_batch(state: State) -> Batch:
     if batch.rollout_routes is not None:
         for row in engine_rows(batch, scores.replayed_logps, state.sync_guard):
             state.log.append("engine", state.step, **row)
-    two = method.source == "policy" and not decoded  # a sampler and a scorer, which may differ
+    two = method.source == "policy" and not decoded  # sampler and scorer are two, so that there is a gap
     about = rollout_metrics(rollout, batch, two, config.rollout.lag)
     if method.pairs:
         batch = pairs_of(batch, rollout.group_size, scores.learned_rewards)
@@ -190,8 +192,9 @@ def collect_batch(state: State) -> Batch:
 
 
 def responses(state: State, rng: Any, generator: torch.Generator, prompts: int | None = None) -> Rollout:
-    """Responses to new prompts, from whomever the method learns from, with the verifier's rewards; to `prompts` of
-    them, and to one for each rank at least."""
+    """Return responses to new prompts, with the verifier's rewards, from the source that the method learns from.
+
+    prompts: number of prompts, raised to one per rank; None: `rollout.prompts`."""
     config, source, task, guard = state.config.rollout, state.method.source, state.task, state.sync_guard
     if source == "policy" and guard and state.engine.version != state.step:
         guard.sync(state.step)
@@ -214,7 +217,7 @@ def responses(state: State, rng: Any, generator: torch.Generator, prompts: int |
 
 
 def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    """Advantages by the method's kind, the value model's returns if there is one, and what is logged of both."""
+    """Return the method's advantages, the value model's returns (None without one), and metrics to log."""
     method, rewards, metrics = state.method, rollout.rewards, dict[str, Any]()
     if state.reward_model or state.config.rollout.overlong_buffer:
         buffer, learned = state.config.rollout.overlong_buffer, scores.learned_rewards
@@ -230,7 +233,7 @@ def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tenso
 
 
 def update_on(state: State, batch: Batch, update: int) -> None:
-    """One optimizer step on one minibatch, and its row."""
+    """Make one optimizer step on one minibatch and log its row; handle a gradient that is not finite."""
     config, ranks = state.config, state.ranks
     try:
         row, gradients = update_policy(
@@ -247,7 +250,7 @@ def update_on(state: State, batch: Batch, update: int) -> None:
             learners=[one for one in (state.critic, state.predictor if update > 1 else None) if one],
             bias=state.expert_bias,
         )
-    except FloatingPointError as error:  # the forward gave no log-probabilities: there is no gradient to leave out
+    except FloatingPointError as error:  # the forward's log-probabilities are not finite: there is no gradient to skip
         raise NotFiniteError(f"update {update}", str(error), batch) from error
     if not torch.isfinite(row["grad_norm"]):
         incident = gradient_incident(update, batch, row, gradients)
@@ -259,14 +262,14 @@ def update_on(state: State, batch: Batch, update: int) -> None:
 
 
 def start_probe(state: State, batch: Batch) -> Probe | None:
-    """The step's probe, if it is due; before the first step's, the noise floor."""
+    """Return the step's probe, or None if none is due. Before that of the first step, log the noise floor."""
     config, step = state.config.probe, state.step
     live, decompose = due(config.every, step), due(config.decompose_every, step)
     if not (live or decompose):
         return None
     part, temperature = batch.rows(probed_rows(len(batch), config.sequences)), state.config.rollout.temperature
     if live and step == 0 and config.floor:
-        whole = state.ranks.size == 1 and state.ranks.mesh is None  # shards, be it on one rank, cannot be copied
+        whole = state.ranks.size == 1 and state.ranks.mesh is None  # shards, even on one rank, cannot be copied
         for row in noise_floor_rows(state.policy, part, temperature, bf16=whole):
             state.log.append("floor", step, **row)
     loss = partial(probe_loss, state) if config.gradients else None
@@ -275,13 +278,13 @@ def start_probe(state: State, batch: Batch) -> Probe | None:
 
 
 def probe_loss(state: State, part: Batch) -> Tensor:
-    """The arm's loss of probed responses, as if they were a minibatch."""
+    """Return the arm's loss on probed responses, treated as one minibatch."""
     out = token_logps(state.policy, *part.tokens, temperature=state.config.rollout.temperature, router_logits=True)
     return arm_loss(out, part, state.method, state.config.method, totals_of(part)).loss
 
 
 def evaluate(state: State) -> None:
-    """Mean reward on held-out prompts, sampled at the training temperature; the same prompts every time."""
+    """Log the mean reward on held-out prompts, the same every time, sampled at the training temperature."""
     count, rng = state.config.eval.prompts, random.Random("held-out")
     rollout = state.ranks.sample(
         state.self_engine(),
@@ -297,7 +300,9 @@ def evaluate(state: State) -> None:
 
 
 def rollout_metrics(rollout: Rollout, batch: Batch, two: bool, lag: int) -> dict[str, Any]:
-    """Rewards, lengths and the gap between sampler and scorer of a sampled batch."""
+    """Return rewards, lengths and the gap between sampler and scorer of a sampled batch, to be logged.
+
+    two: whether sampler and scorer are two, so that there is a gap."""
     rewards, size = rollout.rewards, rollout.group_size
     gap = (batch.rollout_logps - batch.live_old_logps)[batch.completion_mask].abs().mean()
     return {

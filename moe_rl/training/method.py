@@ -1,4 +1,4 @@
-"""An arm's method, resolved: where its responses come from, what they are worth, what is minimised.
+"""The method of an arm, with presets filled in: source of responses, kind of advantage, and objective.
 
 In the unified view of DeepSeekMath (its table: `moe_rl.objectives.preferences`) methods differ in the data
 (`Method.source`) and in the gradient coefficient (`Method.advantage` through `Method.objective`; for DPO,
@@ -20,11 +20,12 @@ _SOURCES: dict[str, Source] = {"sft": "demonstrations", "rft": "initial", DPO: "
 
 @dataclass(frozen=True)
 class Method:
-    """What an arm asks for, with presets filled in.
+    """The method that an arm asks for, with presets filled in.
 
     Attributes:
-        objective: the preset with the arm's own knobs; `length_constant` is the generation budget, in tokens.
-        source: "policy", the current one; "initial", the policy that the run began with; "demonstrations", the task's.
+        objective: the preset with the arm's own settings; `length_constant` is the generation budget, in tokens.
+        source: whose responses are learned from: "policy", the current one; "initial", the policy that the run began
+            with; "demonstrations", the task's.
         advantage: "group", a kind of `moe_rl.training.other_methods`, "gae", or "pair" (DPO).
     """
 
@@ -34,29 +35,30 @@ class Method:
 
     @cached_property
     def pairs(self) -> bool:
-        """Whether it learns from the best and the worst response of each group, not from `policy_loss`."""
+        """Whether the method learns from pairs, the best and the worst response of each group, not by `policy_loss`."""
         return self.advantage == "pair"
 
     @cached_property
     def needs_reference(self) -> bool:
-        """Whether it is tied to a frozen policy."""
+        """Whether the method needs a frozen reference policy."""
         return self.pairs or bool(self.objective.kl_coef)
 
     @cached_property
     def weighs_routes(self) -> bool:
-        """Whether it weighs tokens by how far the routers moved (RSPO)."""
+        """Whether the method weighs tokens by how far the routers moved (RSPO)."""
         return self.objective.route_weight != "none"
 
     @cached_property
     def needs_rollout_logps(self) -> bool:
-        """Whether its loss sees the sampler's own log-probabilities, optional corrections included; nobody sampled
-        demonstrations, so that there an optional correction is 1."""
+        """Whether the loss reads the sampler's own log-probabilities, be it only for corrections.
+
+        Demonstrations were not sampled, so that their corrections are 1 and do not need log-probabilities."""
         corrected = bool(self.objective.corrections) and self.source != "demonstrations"
         return corrected or self.objective.anchor == "rollout"
 
 
 def overrides(own: MethodConfig) -> dict[str, Any]:
-    """The fields of `Objective` that an arm sets itself, in place of the preset's.
+    """Return the fields of `Objective` that an arm sets itself, in place of those of the preset.
 
     >>> overrides(MethodConfig(objective="gspo", clip_low=0.003, replay="R2"))
     {'clip_low': 0.003}
@@ -68,8 +70,9 @@ def overrides(own: MethodConfig) -> dict[str, Any]:
 
 
 def _gate_of(place: str) -> str:
-    """The name of the gate that `package.module:function` or `path/to/file.py:function` registers. Raises ValueError
-    where there is none."""
+    """Return the name under which the gate function at `place` is registered.
+
+    place: `package.module:function` or `path/to/file.py:function`. Raises ValueError if it registers no gate."""
     function = load_object(place, "method.gate", ValueError, FunctionType, "function")
     names = [name for name, gate in GATES.items() if gate.surrogate is function]
     if not names:
@@ -78,13 +81,13 @@ def _gate_of(place: str) -> str:
 
 
 def resolve_method(config: RunConfig, budget: int) -> Method:
-    """What `config.method` asks for, of a task whose responses have at most `budget` tokens.
+    """Return the method that `config.method` asks for, for responses of at most `budget` tokens.
 
     Differs: the preset dr_grpo divides by 1, as its equation does; in training its sums are divided by the generation
     budget, as in its authors' code, so that one learning rate serves all methods.
 
     Raises:
-        ValueError: no such preset, a value that no method knows, or a combination that means nothing.
+        ValueError: an unknown preset, a value that no method knows, or a combination that means nothing.
     """
     own = config.method
     source = own.source or _SOURCES.get(own.objective, "policy")
@@ -101,8 +104,10 @@ def resolve_method(config: RunConfig, budget: int) -> Method:
 
 
 def resolved_objective(config: RunConfig) -> dict[str, Any]:
-    """What a run minimises as plain data, for its `config.yaml`: every field of its `Objective` with the value that
-    holds, and whose responses it learns from (`source`). Of DPO, which has no such fields, `beta` and `source`.
+    """Return the objective that a run minimises as plain data, for its `config.yaml`.
+
+    That is every field of its `Objective`, presets filled in, and the source of its responses (`source`). For DPO,
+    which has no such fields, it is `beta` and `source`.
 
     >>> resolved_objective(RunConfig(method=MethodConfig(objective="gspo", clip_low=0.003)))["clip_high"]
     0.0004

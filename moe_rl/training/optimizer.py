@@ -1,10 +1,10 @@
-"""AdamW that loses nothing in low precision.
+"""AdamW with fp32 master weights, so that small updates of low-precision weights are not lost.
 
 A bf16 weight has 8 significant bits: an update smaller than 2^-9 of it is rounded away. At a learning rate of 1e-6 that
-is nearly every update of nearly every weight (they are of the order 1e-2), and such a policy does not learn, without
-any error. So weights of less than 32 bits get a master copy in fp32, which the updates go to; the model holds the
-rounded copy. So does training through weights of a few bits (`optim.weight_format`): the masters get the gradient that
-the rounded weights have.
+is nearly every update of nearly every weight (weights are of the order 1e-2), and such a policy does not learn, without
+any error. So weights of less than 32 bits get a master copy in fp32, to which updates are applied; the model holds the
+rounded copy. Training through weights of a few bits (`optim.weight_format`) works alike: the master weights get the
+gradient at the rounded weights.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,9 +31,9 @@ class MasterAdamW(Optimizer):
     For fp32 weights use `torch.optim.AdamW`, whose result is the same, unless they are rounded.
 
     Args:
-        rounding: rounds the weights in place, after every step; the masters, which are the weights as they are now, get
-            the gradient at the rounded weights as if rounding were the identity (the straight-through estimator, arXiv
-            1308.3432).
+        rounding: rounds the weights in place, after every step; the master weights, which begin as copies of the
+            weights before rounding, get the gradient at the rounded weights as if rounding were the identity (the
+            straight-through estimator, arXiv 1308.3432).
 
     >>> w = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     >>> optimizer = MasterAdamW([w], lr=1e-3)
@@ -61,20 +61,20 @@ class MasterAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # overloads
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         if closure is not None:
             raise ValueError("MasterAdamW takes no closure")
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)
-                elif self.rounding:  # anew from its master, as all are
+                elif self.rounding:  # its weights are rounded anew from its master, too
                     parameter.copy_(self.state[parameter]["master"])
         if self.rounding:
             self.rounding()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which casts all states to the dtype of their weights; here they stay fp32."""
+        """Load a state as torch does, but keep all states in fp32, which torch casts to the dtype of their weights."""
         super().load_state_dict(state_dict)
         own = (parameter for group in self.param_groups for parameter in group["params"])
         saved = (index for group in state_dict["param_groups"] for index in group["params"])
@@ -83,6 +83,7 @@ class MasterAdamW(Optimizer):
                 self.state[parameter][name] = value.to("cpu" if name == "step" else parameter.device)
 
     def _begin(self, parameter: Tensor) -> None:
+        """Create the state of a parameter: step count, master copy, moments."""
         state = self.state[parameter]
         state["step"] = torch.zeros((), dtype=torch.float32)
         state["master"] = parameter.detach().float().clone()
@@ -90,6 +91,7 @@ class MasterAdamW(Optimizer):
         state["exp_avg_sq"] = torch.zeros_like(state["master"])
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Apply AdamW to the master copy of a parameter, and copy it to the parameter."""
         if not self.state[parameter]:
             self._begin(parameter)
         state = self.state[parameter]
@@ -119,8 +121,9 @@ def make_optimizer(
     master_weights: bool = True,
     rounding: Callable[[], None] | None = None,
 ) -> Optimizer:
-    """AdamW over parameter groups; with master weights where weights are rounded, or where any is bf16 or fp16 and they
-    are wanted."""
+    """Return AdamW over parameter groups.
+
+    It has master weights if `rounding` is given, or if `master_weights` is True and any weight is bf16 or fp16."""
     parameters = [p for group in groups for p in group["params"]]
     if rounding or (master_weights and any(p.dtype in LOW for p in parameters)):
         return MasterAdamW(groups, betas=betas, weight_decay=weight_decay, rounding=rounding)
@@ -129,9 +132,10 @@ def make_optimizer(
 
 
 def policy_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
-    """AdamW over the policy, routers' own parameters (adapters on them included) apart from the rest, each with its
-    learning-rate multiplier (`multiplier` in the group); frozen routers get no gradient from now on. With
-    `optim.weight_format` the policy's weights are rounded from now on.
+    """Return AdamW over the policy, with the routers' own parameters (adapters included) in a group of their own.
+
+    Each group has its learning-rate multiplier under `multiplier`. From now on frozen routers get no gradient and, with
+    `optim.weight_format`, the policy's weights are rounded.
 
     Raises:
         ValueError: a multiplier for routers of which none is trained.
@@ -164,12 +168,12 @@ def policy_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
 def memory_metrics(
     trained: dict[str, tuple[nn.Module, Any]], frozen: dict[str, nn.Module], ranks: Ranks
 ) -> dict[str, int]:
-    """Parameters, and bytes of weights and optimizer states, of everything that a method trains or keeps.
+    """Return numbers of parameters, and bytes of weights and optimizer states, of all models that a method holds.
 
     `<name>_parameters`, `<name>_bytes` for each model; `<name>_optimizer_bytes` for those that are trained, 0 before
     the first update; on a GPU also `peak_bytes`, the most that torch held at once since the process began, the largest
-    over ranks. Parameters that two models share (a LoRA policy and its reference) count for the first alone; of sharded
-    ones all shards count.
+    over ranks. Parameters that two models share (a LoRA policy and its reference) count for the first only; of sharded
+    parameters the shards of all ranks count.
     """
     found: dict[str, int] = {}
     counted: set[int] = set()

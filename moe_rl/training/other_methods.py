@@ -1,4 +1,4 @@
-"""What other methods and options do in the place of GRPO's sampling, rewards and advantages, and between steps."""
+"""Alternatives to GRPO's sampling, rewards and advantages for other methods and options, and work between steps."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ from moe_rl.rollout.continuing import partial_responses, version_metrics
 from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.task import problems_of
 from moe_rl.training.batch import Batch
-from moe_rl.training.checkpoint import kept_whole
+from moe_rl.training.checkpoint import checked_restorable
 from moe_rl.training.critic import Critic
 from moe_rl.training.method import Method
 from moe_rl.training.reward_model import RewardModel
@@ -30,8 +30,12 @@ from moe_rl.training.state import State
 
 
 def other_responses(state: State, rng: Any, options: dict[str, Any]) -> Rollout:
-    """Responses that the policy does not write at one go: the task's demonstrations, as many as a batch has responses,
-    or those that are written a segment at a time (`rollout.segment`). `options`: those of `Engine.sample`."""
+    """Return responses that the policy does not write in one call: demonstrations or partial rollouts.
+
+    These are the task's demonstrations, as many as a batch has responses, or responses written a segment at a time
+    (`rollout.segment`).
+
+    options: those of `Engine.sample`."""
     config, task = state.config.rollout, state.task
     if state.method.source == "demonstrations":
         problems = problems_of(task, rng, config.prompts * config.group_size)
@@ -40,7 +44,7 @@ def other_responses(state: State, rng: Any, options: dict[str, Any]) -> Rollout:
     return partial_responses(
         state.drafts,
         state.engine,
-        lambda: kept_whole(problems_of(task, rng, config.prompts)),
+        lambda: checked_restorable(problems_of(task, rng, config.prompts)),
         partial(state.generator, "sample"),
         segment=config.segment,
         longest=state.max_new_tokens,
@@ -52,10 +56,11 @@ def other_responses(state: State, rng: Any, options: dict[str, Any]) -> Rollout:
 def other_sampling(
     state: State, rollout: Rollout, more: Callable[[torch.Generator, int], Rollout]
 ) -> tuple[Rollout, dict[str, Any]]:
-    """What becomes of responses before they are scored, and what is logged of it: how old tokens of partial rollouts
-    are; groups without a signal are replaced (`rollout.dynamic_sampling`).
+    """Return the rollout after dynamic sampling (`rollout.dynamic_sampling`), if that is on, and metrics to log.
 
-    more: responses to new prompts, to so many at least.
+    Dynamic sampling replaces groups whose rewards are all equal. For partial rollouts, metrics include token ages.
+
+    more: (generator, number of prompts at least) -> responses to new prompts.
     """
     index, attempts = len(state.waiting), state.config.rollout.dynamic_sampling
     logged = {} if rollout.versions is None else version_metrics(rollout, state.step)
@@ -65,8 +70,10 @@ def other_sampling(
 
 
 def rescored(state: State, batch: Batch) -> Batch:
-    """A batch that waited, with the present weights as its old policy (`rollout.rescore`): log-probabilities, routes
-    and, for RSPO, the scores of those. What the sampler said of it, its advantages and its reference stay."""
+    """Return a batch that waited, scored again with the present weights as its old policy (`rollout.rescore`).
+
+    Old log-probabilities, routes and, for RSPO, route scores are new. The sampler's log-probabilities, the advantages
+    and the reference's log-probabilities stay."""
     scores = score_rollout(
         batch,
         state.policy,
@@ -85,8 +92,10 @@ def other_rewards(
     buffer: int | None,
     longest: int,
 ) -> tuple[Float[Tensor, " B"], dict[str, Any]]:
-    """Rewards that advantages are made of where they are not the verifier's: the reward model's (`learned`), less what
-    overlong responses pay; and what is logged of them. The reward model hears what the verifier said.
+    """Return the rewards for the advantages, and metrics to log, for a reward model or an overlong penalty.
+
+    The rewards are those of the reward model (`learned`; None: the verifier's) plus the penalty of overlong responses,
+    which is 0 or less. The reward model gets the verifier's rewards as new comparisons.
 
     buffer: tokens before the length limit `longest` in which a response is overlong (`rollout.overlong_buffer`).
     """
@@ -113,16 +122,17 @@ def other_advantages(
     critic: Critic | None = None,
     values: Float[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, " B"] | Float[Tensor, "B T"], Float[Tensor, "B T"] | None, dict[str, Any]]:
-    """Advantages of a method whose kind is not `group`, `[B]` or, for `gae` and `process`, `[B,T]`; the value model's
-    returns, if there is one; and what is to be logged of both.
+    """Return advantages of any kind but `group`, the value model's returns (None without one), and metrics to log.
+
+    Advantages are `[B]` or, for `gae` and `process`, `[B,T]`.
 
     The kinds: `gae` (a value model), `leave_one_out`, `one`, `accepted`; `process` (step rewards of the task,
-    normalised in the group, returns-to-go) and `decoupled` (several rewards of the task, GDPO) do not look at
-    `rewards`. Of `pair` (DPO) they are 0 until the pairs are made.
+    normalised in the group, returns-to-go) and `decoupled` (several rewards of the task, GDPO), which do not read
+    `rewards`; `pair` (DPO), whose advantages are 0 until the pairs are made.
 
     Args:
-        rewards: what counts as each response's reward, the verifier's or a learned model's.
-        critic, values: of `gae`: the value model and what it said of the responses, units of reward.
+        rewards: the reward of each response, the verifier's or a learned model's.
+        critic, values: for `gae`: the value model and its predictions for the responses, units of reward.
     """
     size = rollout.group_size
     match method.advantage:
@@ -154,15 +164,17 @@ def other_advantages(
 
 
 def reset_reference(state: State) -> None:
-    """Iterative GRPO: every `optim.reference_reset_every` steps the current policy becomes the reference."""
+    """Copy the policy's weights to the reference, every `optim.reference_reset_every` steps: iterative GRPO."""
     every = state.config.optim.reference_reset_every
     if state.reference is not None and every and state.step and state.step % every == 0:
         state.reference.load_state_dict(state.ranks.unwrap_model(state.policy).state_dict())
 
 
 def retrain_reward_model(state: State, sample: Callable[..., Rollout]) -> dict[str, Any]:
-    """At the steps that `reward.retrain_every` names the reward model learns from what the policy has sampled since,
-    or, at first, from batches that are sampled for it (`responses` of the loop). Returns what is to be logged."""
+    """Retrain the reward model, every `reward.retrain_every` steps, and return metrics to log.
+
+    The model learns from what the policy has sampled since the last time or, at step 0, from batches that `sample`
+    (`responses` of the loop) samples for it."""
     config, model = state.config.reward, state.reward_model
     if model is None or state.step % config.retrain_every:
         return {}

@@ -1,7 +1,7 @@
 """Predictive Routing Replay, PR² (arXiv 2606.00395): sample under the routes that are expected after the next updates.
 
-R3 with another sampler: the policy itself, whose routers choose by their logits and the output of a linear map of their
-input that is trained to foresee how the logits will have moved.
+PR² is R3 with another sampler: the policy itself, whose routers choose by the sum of their logits and the output of a
+linear map of their input, which is trained to predict how the logits will have moved.
 """
 
 from contextlib import AbstractContextManager
@@ -20,26 +20,27 @@ from moe_rl.training.scorers import EngineRoutes, Seen
 
 
 class RoutePredictor:
-    """One linear map of each router's input h onto a move of its logits z, zero at first. While responses are sampled
-    experts are the top k of z + W h. After each update but the first of a batch, where nothing has moved, W follows the
-    gradient of
+    """Linear maps W, one per router and zero at first, that predict from a router's input h how its logits z will move.
+
+    While responses are sampled, experts are the top k of z + W h. After each update but the first of a batch, at which
+    nothing has moved yet, W makes a step on the gradient of
 
         sum over sites of the mean over tokens of KL( softmax(z_now) || softmax(z_old + W h_old) )
 
-    z_now: the logits of the policy in the update's forward, which follows the replayed routes. z_old, h_old: of the old
-    policy under the routes that sampled.
+    z_now: the policy's logits in the update's forward, which follows the replayed routes. z_old, h_old: logits and
+    inputs of the old policy under the routes of the rollout.
 
     Differs: W has an AdamW of its own, without weight decay, whose gradient is not clipped together with the policy's.
-    All tokens of a batch are learned from; their h, z and predictions are kept until its last update, B T L (H + 2 E)
-    fp32 numbers; public code takes some of the responses. That is for small models.
+    W learns from all tokens of a batch, whose h, z and predictions are kept until the batch's last update: B T L
+    (H + 2 E) fp32 numbers, which suits small models. Public code takes only some of the responses.
 
     Args:
-        model: of one process.
-        learning_rate: of the maps, warmed up as the policy's.
-        betas: as the policy's.
+        model: the policy, in one process.
+        learning_rate: learning rate of the maps, warmed up as the policy's.
+        betas: of AdamW, those of the policy.
 
     Raises:
-        ModelError: routers whose logits are not one linear map of one width at all sites.
+        ModelError: the routers' logits are not linear maps of the same widths at all sites.
     """
 
     def __init__(self, model: nn.Module, learning_rate: float, betas: tuple[float, float]):
@@ -57,30 +58,32 @@ class RoutePredictor:
         self.weights = nn.Parameter(torch.zeros(shape, device=logits.device, dtype=logits.dtype))
         self.learning_rate = learning_rate
         self.optimizer = torch.optim.AdamW([self.weights], learning_rate, betas=betas, weight_decay=0.0)
-        self._found, self._tokens = [0.0, 0.0], 0  # of the micro-batches since the last step
+        self._found, self._tokens = [0.0, 0.0], 0  # sums over the micro-batches since the last step
 
     def applied(self, policy: nn.Module) -> AbstractContextManager[None]:
-        """While it is open, `policy` chooses its experts by the predicted logits."""
+        """Context manager: `policy` chooses its experts by the predicted logits."""
         return predicted_routes(policy, self.weights.detach())
 
     def watch(self, policy: nn.Module) -> AbstractContextManager[Any]:
-        """Open around the forward of an update; what it gives comes back to `backward`."""
+        """Context manager around the forward of an update; its value is the argument `watched` of `backward`."""
         return record_router_logits(policy)
 
     def backward(self, part: Batch, watched: Any, totals: Totals) -> None:
-        """Add the gradient on a micro-batch: of the sum over its tokens, prompts included."""
+        """Add the gradient of the divergence on a micro-batch, summed over its tokens, prompts included."""
         assert part.router_inputs is not None and part.router_logits is not None and part.router_predicted is not None
         there = part.attention_mask.bool()
         inputs, old, now = (x[there] for x in (part.router_inputs, part.router_logits, watched.logits))
         divergence(now, old + torch.einsum("nlh,leh->nle", inputs, self.weights)).backward()
-        # Of what was predicted before this batch's updates: the maps of today have learned from those.
+        # Logged is what was predicted before this batch's updates, from which the present maps have learned.
         self._found[0] += float(divergence(now, part.router_predicted[there]))
         self._found[1] += float(divergence(now, old))
         self._tokens += len(now)
 
     def step(self, warmup: float, hold: bool) -> dict[str, Any]:
-        """One optimizer step; the divergences from what was predicted when the batch was scored, and from z_old, in
-        the mean over tokens and sites."""
+        """Make one optimizer step at `warmup` times the learning rate (with `hold` none); return mean divergences.
+
+        `predictor_kl` compares z_now with the logits that were predicted when the batch was scored,
+        `predictor_kl_unmoved` with z_old; nats, mean over tokens and sites."""
         assert self.weights.grad is not None
         self.weights.grad /= self._tokens
         for group in self.optimizer.param_groups:
@@ -93,12 +96,12 @@ class RoutePredictor:
         return {"predictor_kl": predicted, "predictor_kl_unmoved": unmoved}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps."""
+        """Return the maps and their optimizer's state, for a checkpoint."""
         own = self.optimizer.state.get(self.weights, {})
         return {"weights": self.weights.detach(), **{f"adam.{name}": value for name, value in own.items()}}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """The other way round."""
+        """Restore the maps and their optimizer's state from what `tensors` returned."""
         with torch.no_grad():
             self.weights.copy_(tensors["weights"])
         own = {name.removeprefix("adam."): value for name, value in tensors.items() if name != "weights"}
@@ -108,7 +111,7 @@ class RoutePredictor:
 
 
 def divergence(now: Float[Tensor, "n L E"], predicted: Float[Tensor, "n L E"]) -> Float[Tensor, ""]:
-    """KL( softmax(now) || softmax(predicted) ), nats, summed over tokens and sites.
+    """Return KL( softmax(now) || softmax(predicted) ), nats, summed over tokens and sites.
 
     >>> now, predicted = torch.tensor([[[1.0, 1.0]]]).log(), torch.tensor([[[3.0, 1.0]]]).log()
     >>> divergence(now, predicted)  # log(1/2) - (log(3/4) + log(1/4)) / 2
@@ -119,8 +122,9 @@ def divergence(now: Float[Tensor, "n L E"], predicted: Float[Tensor, "n L E"]) -
 
 
 class PredictedRoutes(EngineRoutes):
-    """The old policy once more, under the predicted routes that sampled; what its routers saw and said then, and were
-    predicted to say."""
+    """Scorer of a second pass of the old policy, under the predicted routes by which it sampled (PR2).
+
+    It gives log-probabilities, and the routers' inputs, logits and predicted logits."""
 
     def __init__(self, policy: nn.Module, temperature: float, predictor: RoutePredictor):
         super().__init__(policy, temperature)

@@ -1,7 +1,7 @@
-"""Measurements on a fixed subset of a batch after each update, the same in every arm, whatever the arm does itself.
+"""The probe: measurements on a fixed subset of a batch after each update, made alike in every arm.
 
-Under replay the change rate is zero by construction, so the probe routes live; a second forward replays the old
-policy's routes on the same weights. The difference between the two is what routing adds to the log-ratio.
+Under replay the change rate is zero by construction, so the probe uses live routing; a second forward replays the old
+policy's routes with the same weights. The difference between the two is the part of the log-ratio that routing adds.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,22 +25,22 @@ from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_r
 from moe_rl.training.batch import Batch
 from moe_rl.training.probe_options import Decomposition, replay_gradients
 from moe_rl.training.ranks import Ranks
-from moe_rl.training.rollout_engine import from_engine
+from moe_rl.training.rollout_engine import engine_gaps
 from moe_rl.training.token_tables import Observation, routers_said
 
 
 @dataclass(eq=False)
 class Probe:
-    """One step's probe: a subset of its batch, measured against the batch's old policy after each update.
+    """The probe of one step: after each update it compares a subset of the batch with the batch's old policy.
 
     Args:
         part: the probed responses.
-        live: measure change rates, variances, router scores; two forwards of the part per update.
+        live: measure change rates, variances, router scores; two forwards of `part` per update.
         decompose: split the log-ratio into weights, routes and their interaction, see `Decomposition`.
-        loss: of some of the probed responses, with the forward; its gradients under live and under the old routes are
-            compared. Three forwards and backwards, one of them in halves, and four copies of the weights' size. One
-            process only.
-        tables: keep what the tables of tokens and routes hold.
+        loss: makes a forward of some of the probed responses and returns their loss, whose gradients under live and
+            under the old routes are compared. Three forwards and backwards, one of them in halves, and four copies of
+            the weights' size. One process only.
+        tables: keep the values for the tables of tokens and routes.
 
     Attributes:
         observations: one per update so far, if `live` and `tables`.
@@ -62,21 +62,21 @@ class Probe:
         self.decomposition = Decomposition(self.policy, self.part, self.temperature) if self.decompose else None
 
     def rows(self, update: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Measure the policy after `update`: kind ("probe", "engine", "decomposition") and values of each row."""
+        """Measure the policy after an update; yield kind (probe, engine or decomposition) and values of each row."""
         if self.old_logits is not None:
             metrics, natural, routes = self._measure(update)
             if self.loss is not None:
                 metrics |= replay_gradients(self.policy, self.part, self.loss)
             yield "probe", {"update": update, **metrics}
             if self.part.rollout_routes is not None:  # mu -> pi, live routing: engine and staleness together
-                apart = from_engine(self.part, natural, routes, self.part.completion_mask)
+                apart = engine_gaps(self.part, natural, routes, self.part.completion_mask)
                 yield "engine", {"pair": "rollout_to_new", "update": update, **apart}
         if self.decomposition is not None:
             yield "decomposition", {"update": update, **self.decomposition.shares()}
 
     @torch.no_grad()
     def _measure(self, update: int) -> tuple[dict[str, Any], Float[Tensor, "B T"], RoutedExperts]:
-        """Metrics of the policy as it is now, its log-probabilities and routes."""
+        """Return metrics of the present policy, and its log-probabilities and routes under live routing."""
         policy, part, ranks, mask = self.policy, self.part, self.ranks, self.part.completion_mask
         mine = ranks.mine(part)
         policy.eval()
@@ -108,14 +108,15 @@ class Probe:
 
     @torch.no_grad()
     def _old_router_logits(self) -> list[Float[Tensor, "n E"]]:
-        """By site, what the routers say of the n response tokens before the step's updates. Under rollout lag these are
-        newer than the policy that sampled the batch."""
+        """Return, by site, the router logits on the n response tokens before the step's updates, on the CPU.
+
+        Under rollout lag these weights are newer than the policy that sampled the batch."""
         self.policy.eval()
         found = self._response_logits(self._logps(self.ranks.mine(self.part), router_logits=True))
         return [logits.cpu() for logits in found]
 
     def _response_logits(self, out: TokenLogps) -> list[Float[Tensor, "n E"]]:
-        """Router logits of all ranks on the response tokens, as many tensors as the family returns."""
+        """Return the router logits of all ranks on the response tokens, as many tensors as the family returns."""
         mask = self.part.completion_mask
         B, T = mask.shape
         found = []
@@ -130,5 +131,5 @@ class Probe:
 
 
 def probed_rows(responses: int, sequences: int) -> Tensor:
-    """Which responses of a batch are probed: `sequences` of them, spread over its groups."""
+    """Return the rows of a batch that are probed: `sequences` of them, spread over its groups."""
     return torch.linspace(0, responses - 1, sequences).round().long()

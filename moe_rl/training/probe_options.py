@@ -1,4 +1,4 @@
-"""What a run may also measure around the updates of a step: the noise floor, gradients, the decomposed log-ratio."""
+"""Optional measurements around the updates of a step: noise floor, gradients, decomposition of the log-ratio."""
 
 import warnings
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from moe_rl.training.batch import Batch
 
 
 class Decomposition:
-    """The log-ratio of each update split into weights, routes and their interaction, also by site.
+    """The decomposition of the log-ratio after each update into weights, routes and their interaction, also by site.
 
-    3 + 2L forwards per update at L routing sites, and a CPU copy of the weights. Old are the weights that the step
-    begins with; under rollout lag these are newer than the policy that sampled the batch.
+    Costs 3 + 2L forwards per update at L routing sites, and a CPU copy of the weights. The old weights are those at the
+    beginning of the step; under rollout lag these are newer than the policy that sampled the batch.
     """
 
     def __init__(self, policy: nn.Module, part: Batch, temperature: float):
@@ -28,7 +28,7 @@ class Decomposition:
         self.weights, self.old = copy_weights(policy), score_live(policy, self.text)
 
     def shares(self) -> dict[str, Any]:
-        """What the updates so far did; names as in the catalogue."""
+        """Return the shares of weights, routes and interaction in the updates so far; names as in the catalogue."""
         found = decompose_update(self.policy, self.weights, self.text, self.old, per_site=True)
         sites = found.site_shares()
         assert sites is not None
@@ -37,8 +37,11 @@ class Decomposition:
 
 
 def replay_gradients(policy: nn.Module, part: Batch, loss: Callable[[Batch], Tensor]) -> dict[str, Any]:
-    """The gradient of a loss on the probed responses: under live against under their old routes, and half against half;
-    `loss` goes forward, too."""
+    """Return metrics that compare gradients of a loss on the probed responses under live and under old routes.
+
+    The gradients of two halves of the responses, under live routing, are compared as well.
+
+    loss: makes the forward, too."""
 
     def gradient(rows: Tensor) -> dict[str, Tensor]:
         policy.train()  # as in the updates
@@ -54,8 +57,9 @@ def replay_gradients(policy: nn.Module, part: Batch, loss: Callable[[Batch], Ten
 
 
 def noise_floor_rows(policy: nn.Module, part: Batch, temperature: float, bf16: bool) -> list[dict[str, Any]]:
-    """Rows of kind "floor": the policy against itself with equal weights, one row per variant that can be run here; of
-    one that cannot, a warning with the reason."""
+    """Return rows of kind "floor", one per variant of the noise floor: the policy against itself at equal weights.
+
+    For a variant that cannot be run here there is no row but a warning with the reason."""
     text = TokenBatch(*part.tokens, temperature)
     base, floor = score_live(policy, text), NoiseFloor(bf16)
     mask = text.completion_mask.cpu()

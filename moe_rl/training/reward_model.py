@@ -1,7 +1,7 @@
 """A learned reward model, retrained as the policy moves: iterative GRPO (arXiv:2402.03300, algorithm 1).
 
-It learns from the verifier's verdicts on pairs of responses to one prompt and stands in for the verifier wherever
-advantages are made; what is logged as `reward` stays the verifier's, so that a policy which fools the model shows.
+The model learns from the verifier's verdicts on pairs of responses to one prompt, and replaces the verifier in the
+computation of advantages; the logged `reward` stays the verifier's, so that a policy which fools the model can be seen.
 """
 
 from dataclasses import dataclass
@@ -28,13 +28,14 @@ class Comparisons:
     attention_mask: Bool[Tensor, "N 2 T"]
 
     def rows(self, index: Int[Tensor, " M"]) -> "Comparisons":
+        """Return the pairs `index`, in that order."""
         return Comparisons(self.input_ids[index], self.attention_mask[index])
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
     def __add__(self, other: "Comparisons") -> "Comparisons":
-        """Both, the shorter ones padded on the right."""
+        """Return the pairs of both, the shorter ones padded on the right."""
         width = max(self.input_ids.shape[2], other.input_ids.shape[2])
 
         def joined(a: Tensor, b: Tensor) -> Tensor:
@@ -44,14 +45,15 @@ class Comparisons:
 
     @staticmethod
     def none() -> "Comparisons":
+        """Return comparisons without any pair."""
         empty = torch.zeros(0, 2, 1)
         return Comparisons(empty.long(), empty.bool())
 
 
 def ranked_pairs(rewards: Float[Tensor, " B"], group_size: int) -> Int[Tensor, "N 2"]:
-    """Rows (better, worse) within groups: the best with the worst, the second best with the second worst, ...
+    """Return pairs of rows (better, worse) of each group: the best and the worst, the second best and worst, ...
 
-    As long as the rewards differ; at most half of `group_size` pairs from a group.
+    Only pairs whose rewards differ are returned; at most half of `group_size` pairs from a group.
 
     >>> ranked_pairs(torch.tensor([0.0, 1.0, 1.0, 0.5, 2.0, 2.0, 2.0, 2.0]), group_size=4).tolist()
     [[1, 0], [2, 3]]
@@ -66,7 +68,7 @@ def ranked_pairs(rewards: Float[Tensor, " B"], group_size: int) -> Int[Tensor, "
 
 
 class RewardModel(Scorer):
-    """A scalar at a response's last token, with optimizer, fresh comparisons and the history of older ones."""
+    """A model of one scalar at a response's last token, with its optimizer, fresh comparisons and older ones."""
 
     def __init__(self, policy: nn.Module, config: RewardConfig, optim: OptimConfig, ranks: Ranks):
         self.config, self.optim, self.ranks = config, optim, ranks
@@ -75,29 +77,32 @@ class RewardModel(Scorer):
         self.fresh, self.history = Comparisons.none(), Comparisons.none()
 
     def say(self, part: Rollout, seen: Seen, watched: Any) -> dict[str, Tensor]:
+        """Return the learned rewards (`learned_rewards`) of a part of the rollout."""
         return {"learned_rewards": self.scores(part.input_ids, part.attention_mask)}
 
     def scores(self, input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
-        """One number per response, on no scale in particular: only differences mean something. With gradient."""
+        """Return one number per response, whose scale is arbitrary: only differences mean something. With gradient."""
         last = attention_mask.shape[1] - 1 - attention_mask.flip(1).int().argmax(1)
         return self.model(input_ids, attention_mask).gather(1, last[:, None]).squeeze(1)
 
     def observe(self, rollout: Rollout) -> None:
-        """Keep what the verifier says of the responses as fresh comparisons."""
+        """Add pairs of the responses, ranked by the verifier's rewards, to the fresh comparisons."""
         pairs = ranked_pairs(rollout.rewards, rollout.group_size)
         self.fresh += Comparisons(rollout.input_ids[pairs].cpu(), rollout.attention_mask[pairs].cpu())
 
     def agreement(self, rewards: Float[Tensor, " B"], scores: Float[Tensor, " B"], group_size: int) -> float | None:
-        """Share of the verifier's pairs that the model puts in the same order; None without pairs."""
+        """Return the share of the verifier's pairs that the model puts in the same order; None without pairs."""
         pairs = ranked_pairs(rewards, group_size)
         return float((scores[pairs[:, 0]] > scores[pairs[:, 1]]).float().mean()) if len(pairs) else None
 
     def retrain(self, generator: torch.Generator) -> dict[str, float | int | None]:
-        """Train on the fresh comparisons and a tenth of old ones; then the fresh ones are history.
+        """Train on the fresh comparisons and some of the history, which the fresh ones then join.
+
+        The share of old comparisons in the mix is `reward.history_fraction`.
 
         Returns:
-            `loss`: the mean over the pairs of the last epoch, nats; `new`, `old`: how many comparisons; `skipped`: of
-            the minibatches, those whose gradient was not finite. The model was not trained on these.
+            `loss`: the mean over the pairs of the last epoch, nats; `new`, `old`: numbers of comparisons; `skipped`:
+            number of minibatches whose gradient was not finite, on which the model was not trained.
         """
         old = self.history.rows(
             historical_sample(len(self.fresh), len(self.history), self.config.history_fraction, generator=generator)
@@ -120,6 +125,7 @@ class RewardModel(Scorer):
         return {"loss": loss, "new": new, "old": len(old), "skipped": self._skipped}
 
     def _update(self, pairs: Comparisons) -> float:
+        """Make one optimizer step on these pairs, unless the gradient is not finite; return the loss."""
         ids, mask = (x.flatten(0, 1).to(self.ranks.device) for x in (pairs.input_ids, pairs.attention_mask))
         scores = self.scores(ids, mask)
         loss = reward_model_loss(scores[0::2], scores[1::2])
@@ -133,12 +139,12 @@ class RewardModel(Scorer):
         return float(loss.detach())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The comparisons, for a checkpoint."""
+        """Return the comparisons, for a checkpoint."""
         parts = {"fresh": self.fresh, "history": self.history}
         return {f"{name}/{field}": tensor for name, part in parts.items() for field, tensor in vars(part).items()}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """What `tensors` gave."""
+        """Restore the comparisons from what `tensors` returned."""
         self.fresh, self.history = (
             Comparisons(tensors[f"{name}/input_ids"], tensors[f"{name}/attention_mask"])
             for name in ("fresh", "history")

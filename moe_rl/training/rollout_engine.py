@@ -1,17 +1,18 @@
-"""The engine that a run samples with, the watch over its weights, and how far from the training engine it is.
+"""The rollout engine of a run, the checks of its weight sync, and its difference from the training engine.
 
-Weight sync proves itself: the rollout engine holds the policy that it is said to hold, or the run stops. A wrong sync
-is silent: the engine samples fluently from other weights, and the method gets the blame. Hence
+A wrong weight sync is silent: the engine samples fluently from other weights, and the method gets the blame. Therefore
+every sync is checked, and the run stops if the rollout engine does not hold the policy's weights:
 
-1. at start-up, with the weights that the engine has just been loaded with, its log-probabilities on a fixed small batch
-   are compared with the training model's: their mean absolute gap is the engine's own disagreement, and the tolerance;
-2. still at start-up, one tensor at a time (all of them, or at least one of each kind) is changed, until the training
-   model's log-probabilities move by more than the two disagree, and synced: if the engine's do not move beyond what two
-   calls differ by, that tensor does not arrive, and its name is known. Then the true weights are synced, which must
-   give back what was loaded: tensors that arrive in another's place do not;
-3. after every sync the gap on the same batch must stay within the tolerance. A few routers that flip at near-ties can
-   take it beyond by themselves; so before the run is stopped, an engine is built anew from the policy's weights. If it
-   says what the synced one says, the sync was right and the gap is the engine's arithmetic.
+1. At start-up, with the weights that the engine has just been loaded with, its log-probabilities on a fixed small batch
+   (the sync probe) are compared with the training model's. Their mean absolute gap is the engine's own disagreement,
+   from which the tolerance is set.
+2. Still at start-up, one tensor at a time (all tensors, or at least one of each kind) is changed, until the training
+   model's log-probabilities move by more than the two engines disagree, and synced. If the rollout engine's then move
+   by no more than two of its calls differ, that tensor does not arrive; the error names it. Then the true weights are
+   synced, which must restore the first log-probabilities; this fails if tensors arrive in the place of others.
+3. After every sync the gap on the same batch must stay within the tolerance. A few routers that flip at near-ties can
+   exceed it by themselves; so before the run is stopped, an engine is built anew from the policy's weights. If its
+   log-probabilities are those of the synced engine, the sync was right and the gap is due to the engine's arithmetic.
 """
 
 import copy
@@ -40,41 +41,44 @@ from moe_rl.training.ranks import Ranks
 from moe_rl.training.sharding import as_placed, is_sharded
 
 PROBE_PROBLEMS = 8
-PROBED_TENSORS = 128  # more are thinned out to one of each kind, as are all where a sync is slow
+PROBED_TENSORS = 128  # of more tensors, or if a sync is slow, only one of each kind is tested
 DISTURBANCES = (1, 4, 16, 64, 256, 1024)
-"""Sizes of a disturbance of a tensor, in its root mean square."""
+"""Sizes of the disturbances of a tensor, in units of its root mean square."""
 FACTOR = 6.0
-"""How much the gap may grow over that of start-up before it counts as a wrong sync: the policy moves, and with it how
-sharp its distributions are and how near to a tie its routers."""
+"""Factor by which the gap may exceed that of start-up before it counts as a wrong sync. The gap changes with the
+policy, whose distributions become sharper or flatter and whose routers come nearer to ties or further from them."""
 
 
 def build_engine(config: RolloutConfig, model: nn.Module, tokenizer: Any, ranks: Ranks) -> Engine:
-    """The engine that the run names, made while `model` is not sharded; one of its own is whole on every rank."""
+    """Return the engine that the configuration names; if it has a model of its own, every rank holds that model whole.
+
+    model: the training model, not yet sharded."""
     engine = make_engine(config.engine, model, tokenizer, config.max_batch)
     if isinstance(engine, ModelEngine) and engine.model is not model:
         ranks.whole(engine.model)
     return engine
 
 
-# -- the watch over its weights ----------------------------------------------------------------------------------------
+# -- checks of the weight sync -----------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class SyncGuard:
-    """An engine, and what is needed to know that its weights are the training model's. It is made while `model` and
-    `engine` hold the same weights: it calibrates and tests the sync.
+    """A rollout engine with the checks that its weights are the training model's.
+
+    It must be made while `model` and `engine` hold the same weights, because it then calibrates and tests the sync.
 
     Attributes:
-        engine: what samples.
-        build: makes such an engine anew, or this one.
-        worst: the largest of what several ranks found, each with an engine of its own, so that all find the same.
-        batch_size: responses of the probe that one call scores, None: all.
-        gap: mean absolute difference of the two log-probabilities on the probe at the last sync, nats per token; of the
-            worst rank.
-        tolerance: what `gap` may be; nats per token.
+        engine: the engine that samples.
+        build: returns an engine built anew, either another one or `engine` itself.
+        worst: returns the largest of the numbers that ranks pass, so that ranks with engines of their own act alike.
+        batch_size: responses of the probe that one call scores; None: all.
+        gap: mean absolute difference of log-probabilities between engine and model on the probe at the last sync, nats
+            per token, on the worst rank.
+        tolerance: the largest `gap` that is allowed; nats per token.
 
     Raises:
-        EngineError: the two disagree by more than the engine's `tolerance` allows; a tensor does not arrive.
+        EngineError: engine and model disagree by more than the engine's `tolerance` allows; a tensor does not arrive.
     """
 
     engine: Engine
@@ -100,10 +104,10 @@ class SyncGuard:
         self._test(loaded)
 
     def sync(self, version: int) -> None:
-        """Bring the engine to the training model's weights and compare.
+        """Copy the training model's weights to the engine, and check that they arrived.
 
         Raises:
-            EngineError: the gap is beyond the tolerance, or not a number, and an engine built anew does not have it.
+            EngineError: the gap is beyond the tolerance, or NaN, and an engine built anew does not have it.
         """
         self.engine.sync(self.model.state_dict(), version)
         synced = self._engine_logps()
@@ -117,10 +121,10 @@ class SyncGuard:
             )
 
     def _as_built_anew(self, synced: Tensor) -> bool:
-        """Whether an engine that never was synced says the same, up to what two calls of one engine differ by."""
+        """Return whether an engine built anew, hence never synced, gives the same log-probabilities, up to noise."""
         fresh = self.build()
         try:
-            same = self._largest(self._in_parts(fresh.logps), synced) <= 2 * self.noise  # not if NaN
+            same = self._largest(self._in_parts(fresh.logps), synced) <= 2 * self.noise  # False for NaN
             return not self.worst(float(not same))
         finally:
             if fresh is not self.engine:
@@ -128,10 +132,10 @@ class SyncGuard:
 
     @torch.no_grad()
     def _test(self, loaded: Tensor) -> None:
-        """Each tensor is disturbed until the training model says something that the engine can tell, and synced."""
+        """Raise EngineError unless changes of every tested tensor reach the engine, and all weights can be restored."""
         generator = torch.Generator().manual_seed(0)
         before = self._model_logps()
-        self.noise = self._largest(self._engine_logps(), loaded)  # 0 where kernels are deterministic
+        self.noise = self._largest(self._engine_logps(), loaded)  # 0 with deterministic kernels
         told = self.worst(max(self._largest(self._model_logps(), before), self._largest(loaded, before)))
         silent = []
         weights = self.model.state_dict()
@@ -141,9 +145,9 @@ class SyncGuard:
             kept = tensor.clone()
             noise = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
             noise = as_placed(noise, tensor) * tensor.float().square().mean().sqrt().clamp(min=1e-3)
-            still = False  # at every disturbance that the training model tells: one expert that flips is not enough
+            still = False  # unmoved by all disturbances that move the model; one may only flip an expert
             try:
-                # What does not move the training model either (an adapter whose other half is 0) proves nothing.
+                # A tensor that does not move the training model (an adapter whose other half is 0) proves nothing.
                 for scale in DISTURBANCES:
                     tensor.copy_(kept).add_(noise, alpha=scale)
                     if self.worst(self._largest(self._model_logps(), before)) > told:
@@ -177,17 +181,20 @@ class SyncGuard:
         return self._in_parts(partial(forward_logps, self.model))
 
     def _in_parts(self, logps: Callable[[Rollout, float], Tensor]) -> Tensor:
+        """Return log-probabilities of the probe, computed in parts of `batch_size` responses."""
         return torch.cat([logps(self.probe.rows(rows), self.temperature) for rows in self.parts])
 
     def _largest(self, a: Tensor, b: Tensor) -> float:
+        """Return the largest absolute difference over completion tokens of the probe, nats."""
         return float((a - b)[self.probe.completion_mask].abs().max())
 
     def _distance(self, a: Tensor, b: Tensor) -> float:
+        """Return the mean absolute difference over completion tokens of the probe, nats."""
         return float((a - b)[self.probe.completion_mask].abs().mean())
 
 
 def sync_probe(engine: Engine, task: Any, max_new_tokens: int, temperature: float) -> Rollout:
-    """The fixed batch: a few prompts of the task with one sampled completion each, the same whenever a run begins."""
+    """Return the fixed batch for sync checks: a few prompts of the task, one completion each, with fixed seeds."""
     rng = random.Random("sync-probe")
     return engine.sample(
         problems_of(task, rng, PROBE_PROBLEMS),
@@ -200,8 +207,9 @@ def sync_probe(engine: Engine, task: Any, max_new_tokens: int, temperature: floa
 
 
 def probed_tensors(weights: dict[str, Tensor], most: int = PROBED_TENSORS) -> list[str]:
-    """Which tensors the start-up test changes: all floating ones, or where those are more than `most`, for each kind (a
-    name with its numbers left out) one, at a depth that differs from kind to kind.
+    """Return the names of the tensors that the start-up test changes: all floating ones, if there are at most `most`.
+
+    Otherwise one is taken of each kind (a name with its numbers left out), at a depth that differs from kind to kind.
 
     >>> probed_tensors({"h.0.w": torch.ones(1), "h.1.w": torch.ones(1), "steps": torch.ones(1, dtype=torch.int64)})
     ['h.0.w', 'h.1.w']
@@ -225,8 +233,9 @@ def guard_of(
     ranks: Ranks,
     batch_size: int | None = None,
 ) -> SyncGuard | None:
-    """The watch over an engine that has weights of its own; None where the model itself samples. `batch_size`: see
-    `SyncGuard`.
+    """Return the `SyncGuard` of an engine that has weights of its own; None if the training model itself samples.
+
+    batch_size: see `SyncGuard`.
 
     Raises:
         EngineError: see `SyncGuard`.
@@ -242,10 +251,12 @@ def guard_of(
 
 @torch.no_grad()
 def rebuilt(engine: Engine, model: nn.Module) -> Engine:
-    """The engine of a sharded model, which cannot be copied, as if built anew: a copy whose every tensor is replaced by
-    the model's, past the engine's own sync (whose rounding follows).
+    """Return a copy of a Hugging Face engine with the weights of a sharded model, as if the engine were built anew.
 
-    Raises EngineError for an engine of another class: how it holds its weights is not known.
+    A sharded model cannot be copied. So the engine is copied, and every tensor is replaced by that of the model,
+    without the engine's own sync; then the weights are rounded as the engine rounds them.
+
+    Raises EngineError for an engine of another class, since it is not known how it holds its weights.
     """
     if not isinstance(engine, HuggingFaceEngine):
         raise EngineError(
@@ -261,13 +272,13 @@ def rebuilt(engine: Engine, model: nn.Module) -> Engine:
     return fresh
 
 
-# -- how far from the training engine ----------------------------------------------------------------------------------
+# -- difference from the training engine -------------------------------------------------------------------------------
 
 
-def from_engine(
+def engine_gaps(
     batch: Batch, logps: Float[Tensor, "B T"], routes: RoutedExperts, mask: Bool[Tensor, "B T"]
 ) -> dict[str, Any]:
-    """How far log-probabilities and routes of a batch's responses are from those of the engine that sampled them."""
+    """Return how far log-probabilities and routes of a batch are from those of the engine that sampled the batch."""
     assert batch.rollout_routes is not None
     changes = change_metrics(change_counts(batch.rollout_routes, routes, mask))
     return {**engine_metrics(logps, batch.rollout_logps, mask), **changes}
@@ -276,16 +287,17 @@ def from_engine(
 def engine_rows(
     batch: Batch, replayed_logps: Float[Tensor, "B T"] | None, guard: SyncGuard | None
 ) -> list[dict[str, Any]]:
-    """How the engines of a batch compare whose rollout engine's routes were recorded: rows of kind "engine", one for
-    each `pair`:
+    """Return rows of kind "engine" that compare rollout engine and training engine on a batch with recorded routes.
 
-    - "engines"           mu -> pi_old, equal weights, live routing in both: what the engine alone does (PR2: what the
-                          predicted routes do)
-    - "engines_replayed"  the same with the rollout's routes forced on pi_old: what is left of it under R3
+    There is one row for each `pair`:
 
-    The last token of a response has no route of the engine's and counts in no change rate. Of a partial rollout only
-    the tokens that the current weights wrote count: the others differ by more than the engine. Their replayed scores
-    still follow older versions' routes at the tokens before them.
+    - "engines"           mu -> pi_old, equal weights, live routing in both: the effect of the engine alone (PR2: of the
+                          predicted routes)
+    - "engines_replayed"  the same with the rollout's routes forced on pi_old: the part of the effect left under R3
+
+    The last token of a response has no route from the engine and counts in no change rate. In a partial rollout only
+    the tokens that the current weights wrote count, since the others differ by more than the engine. The replayed
+    scores of the counted tokens still follow older versions' routes at the tokens before them.
 
     Raises:
         RoutingError: the engine's routes are shifted by one token.
@@ -296,7 +308,7 @@ def engine_rows(
     if batch.versions is not None:
         mask = mask & (batch.versions == batch.step)
     sync = {"sync_gap": guard.gap, "sync_tolerance": guard.tolerance} if guard else {}
-    rows = [{"pair": "engines", "update": 0, **from_engine(batch, batch.live_old_logps, batch.routes, mask), **sync}]
+    rows = [{"pair": "engines", "update": 0, **engine_gaps(batch, batch.live_old_logps, batch.routes, mask), **sync}]
     if replayed_logps is not None:
         gap = engine_metrics(replayed_logps, batch.rollout_logps, mask)
         rows.append({"pair": "engines_replayed", "update": 0, **gap})

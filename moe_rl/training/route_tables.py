@@ -1,15 +1,15 @@
-"""Routes as Parquet, the form in which run folders keep them: sets of experts, in little more than the least they take.
+"""Routes as Parquet files, as run folders keep them: sets of experts, in little more than the least possible space.
 
-Two kinds of files; docs/run_folder.md has their columns and how pandas reads them without us.
+There are two kinds of files. docs/run_folder.md describes their columns and how to read them with pandas alone.
 
 - Routes: one row per token, one column per routing site, whose cells are the gaps of the token's ascending expert ids
   (`moe_rl.routing.codec`), null where there is no route.
-- Changes since the routes of another file in the same folder: one row per exchanged expert. A file names the other one
-  and its checksum.
+- Changes since the routes of another file in the same folder: one row per exchanged expert. The file contains the name
+  of the other file and its checksum.
 
-Row groups hold whole sequences, so that some of them, and some sites, are read without the rest of the file. Slots come
-back in ascending order: `RoutedExperts.save` is for routes that shall be replayed to the last bit. Earlier files, whose
-cells are lists or packed ids, are read.
+Row groups hold whole sequences, so that a part of the sequences or sites can be read without the rest of the file. The
+slots of a token are read back in ascending order of experts; use `RoutedExperts.save` for routes that must be replayed
+bit by bit. Files of earlier versions, whose cells are lists or packed ids, can be read.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,11 +30,11 @@ SEQUENCE, POSITION, TOKEN = "sequence", "position", "token"
 GROUP, SITE, SKIP, SLOT, EXPERT = "group", "site", "skip", "slot", "expert"
 GROUP_TOKENS = 8192
 _PLAIN: dict[str, Any] = {"write_statistics": False, "write_page_checksum": True}
-_OFTEN = 1.0  # exchanges per row from which `skip` has so few values that it takes least as numbers of a dictionary
+_OFTEN = 1.0  # exchanges per row above which `skip` has so few values that a dictionary takes least space
 
 
 def write_route_table(path: Path, routes: RoutedExperts) -> None:
-    """Write the routes of B*T tokens: sequence, position, token (-1 where unknown) and a column per site."""
+    """Write the routes of B*T tokens to a file: sequence, position, token (-1 if unknown) and a column per site."""
     step, parts, header = _in_groups(routes)
     wide = list(routes.sites) if _cell_dtype(routes.num_experts) == np.uint16 else []
     write_table(
@@ -49,14 +49,14 @@ def write_route_table(path: Path, routes: RoutedExperts) -> None:
 
 
 def write_route_changes(path: Path, routes: RoutedExperts, since: Path, old: RoutedExperts | None = None) -> None:
-    """Write what changed since the routes of another file: one row per exchanged expert.
+    """Write the changes of routes since those of another file: one row per exchanged expert.
 
     Args:
         since: a file of `write_route_table` in the folder of `path`, of the same tokens, sites and experts.
-        old: the routes that were written to `since`, where they are at hand: they are not read again.
+        old: the routes that were written to `since`, if they are at hand; None: `since` is read.
 
     Raises:
-        RoutingError: `since` cannot be read, or is of other routes or in another folder.
+        RoutingError: `since` cannot be read, is in another folder, or has other tokens, sites, experts or shape.
     """
     if since.parent != path.parent:
         raise RoutingError(f"changes since {since}: expected a file in the folder of {path}")
@@ -79,7 +79,7 @@ def write_route_changes(path: Path, routes: RoutedExperts, since: Path, old: Rou
 
 
 def _in_groups(routes: RoutedExperts) -> tuple[int, list[RoutedExperts], dict[str, Any]]:
-    """How many sequences a row group holds, the routes of each, and what a file says of itself."""
+    """Return the number of sequences per row group, the routes of each row group, and the header of the file."""
     B, T = routes.shape[:2]
     step = max(1, GROUP_TOKENS // max(1, T))
     header = {
@@ -98,15 +98,15 @@ def read_route_table(
     sequences: Iterable[int] | slice | None = None,
     sites: str | int | Iterable[str | int] | None = None,
 ) -> RoutedExperts:
-    """RoutedExperts of a file of `write_route_table`, slots in ascending order.
+    """Read RoutedExperts from a file of routes or of changes; the slots are in ascending order of experts.
 
     Args:
         sequences: which rows of B, by number; None: all. Only the row groups that hold them are read and checked.
         sites: names, shell patterns or numbers; None: all.
 
     Raises:
-        RoutingError: a damaged or another file; changes since a file that is not there or is another one now; sequences
-            or sites that are not in it.
+        RoutingError: the file is damaged or not one of routes; it holds changes since a file that is missing or was
+            replaced; it does not have these sequences or sites.
     """
     path = Path(path)
     try:
@@ -128,11 +128,12 @@ def read_route_table(
         return (_routes if kind == ROUTES else _changed)(path, table, header, wanted, list(chosen))
     except RoutingError as error:
         raise RoutingError(f"{path}: {error}") from error
-    except Exception as error:  # pyarrow raises many kinds; the file is what matters
+    except Exception as error:  # pyarrow raises errors of many kinds for a damaged file
         raise RoutingError(f"{path} is damaged: its columns and their description do not fit ({error})") from error
 
 
 def _numbers(sequences: Iterable[int] | slice | None, B: int) -> list[int]:
+    """Return the numbers of the chosen sequences among B. Raises RoutingError for one that does not exist."""
     if sequences is None or isinstance(sequences, slice):
         return list(range(B)[sequences or slice(None)])
     wanted = [int(number) for number in sequences]
@@ -142,6 +143,7 @@ def _numbers(sequences: Iterable[int] | slice | None, B: int) -> list[int]:
 
 
 def _cell_dtype(num_experts: Any) -> type[np.unsignedinteger[Any]]:
+    """Return the smallest of uint8 and uint16 that holds the expert ids of all sites."""
     return np.uint8 if np.max(num_experts) <= 256 else np.uint16
 
 
@@ -149,6 +151,7 @@ def _cell_dtype(num_experts: Any) -> type[np.unsignedinteger[Any]]:
 
 
 def _route_columns(routes: RoutedExperts, first: int) -> dict[str, Any]:
+    """Return the columns of one row group of routes, whose sequences are numbered from `first` on."""
     import pyarrow as pa
 
     packed, live = routes.packed.cpu().numpy(), routes.live.cpu().numpy()
@@ -171,8 +174,9 @@ def _route_columns(routes: RoutedExperts, first: int) -> dict[str, Any]:
 
 
 def _routes(path: Path, source: Any, header: dict[str, Any], wanted: list[int], chosen: list[int]) -> RoutedExperts:
+    """Return the routes of a file of routes, for the wanted sequences and the chosen sites."""
     (_, T, _, K), names = header["shape"], [header["sites"][index] for index in chosen]
-    groups, held = _held(header, wanted)
+    groups, held = _row_groups_of(header, wanted)
     table = _part(source, groups, [TOKEN, *names])
     packed = np.empty((len(held), T, len(names), K), np.dtype(header["dtype"]))
     for index, name in enumerate(names):
@@ -182,20 +186,20 @@ def _routes(path: Path, source: Any, header: dict[str, Any], wanted: list[int], 
     return _checked(packed[kept], names, chosen, header, None if bool((tokens == -1).all()) else tokens[kept])
 
 
-def _held(header: dict[str, Any], wanted: list[int]) -> tuple[list[int], list[int]]:
-    """The row groups that hold the wanted sequences, and all the sequences that these hold."""
+def _row_groups_of(header: dict[str, Any], wanted: list[int]) -> tuple[list[int], list[int]]:
+    """Return the row groups that hold the wanted sequences, and all sequences of these row groups."""
     step, B = header["group_sequences"], header["shape"][0]
     groups = sorted({number // step for number in wanted})
     return groups, [number for group in groups for number in range(B)[group * step : (group + 1) * step]]
 
 
 def _part(source: Any, groups: list[int], columns: list[str] | None = None) -> Any:
-    """Row groups of an open file; a table is what was read of all of them."""
+    """Return row groups of an open file; a `source` that is a table already is returned unchanged."""
     return source.read_row_groups(groups, columns=columns) if hasattr(source, "read_row_groups") else source
 
 
 def _cells(cells: Any, K: int, header: dict[str, Any]) -> np.ndarray:
-    """Packed ids [rows, K] of a column, ascending."""
+    """Return the ascending packed ids [rows, K] of a column of gaps; no route is the dtype's largest number."""
     dtype, packed = np.dtype(_cell_dtype(header["num_experts"])), np.dtype(header["dtype"])
     found = []
     for chunk in cells.chunks:
@@ -212,13 +216,13 @@ def _cells(cells: Any, K: int, header: dict[str, Any]) -> np.ndarray:
 def _checked(
     packed: np.ndarray, names: Sequence[str], chosen: list[int], header: dict[str, Any], tokens: torch.Tensor | None
 ) -> RoutedExperts:
-    """RoutedExperts of ascending ids [B,T,L,K], checked as `RoutedExperts` does but quicker: they are in order."""
+    """Return RoutedExperts of ascending ids [B,T,L,K], checked as by `RoutedExperts` but faster."""
     experts = header["num_experts"]
     each = [experts[index] for index in chosen] if isinstance(experts, list) else [experts] * len(chosen)
     repeats = set((header["meta"] or {}).get("hash_routed", ()))
     for index, (name, count) in enumerate(zip(names, each, strict=True)):
         check_ascending(packed[:, :, index].reshape(-1, packed.shape[-1]), count, name in repeats)
-    ids = repacked(torch.from_numpy(packed), max(each))  # the sites with many experts may not be among them
+    ids = repacked(torch.from_numpy(packed), max(each))  # maybe narrower: not all sites are chosen
     return RoutedExperts._trusted(ids, tuple(names), each, tokens=tokens, meta=header["meta"] or None)
 
 
@@ -226,7 +230,7 @@ def _checked(
 
 
 def _change_columns(old: RoutedExperts, new: RoutedExperts, group: int) -> dict[str, Any]:
-    """Exchanges in the order of sites, tokens and slots."""
+    """Return the columns of one row group of changes: exchanges in the order of sites, tokens and slots."""
     import pyarrow as pa
 
     B, T, _, K = old.shape
@@ -241,12 +245,12 @@ def _change_columns(old: RoutedExperts, new: RoutedExperts, group: int) -> dict[
 
 
 def _changed(path: Path, source: Any, header: dict[str, Any], wanted: list[int], chosen: list[int]) -> RoutedExperts:
-    """The routes of the other file with the exchanges of this one."""
+    """Return the routes of a file of changes: those of the file that it refers to, with the exchanges applied."""
     import pyarrow as pa
     from pyarrow.compute import index_in
 
     (_, T, _, K), names = header["shape"], [header["sites"][index] for index in chosen]
-    groups, held = _held(header, wanted)
+    groups, held = _row_groups_of(header, wanted)
     old = _base(path, header["since"], header["since_sha256"], held, names)
     table = _part(source, groups)
     skip, slot, expert, group = (table[name].to_numpy() for name in (SKIP, SLOT, EXPERT, GROUP))
@@ -261,7 +265,7 @@ def _changed(path: Path, source: Any, header: dict[str, Any], wanted: list[int],
     where = np.full(len(header["sites"]), -1)
     where[chosen] = np.arange(len(chosen))
     mine = np.flatnonzero(where[place] >= 0)
-    before = repacked(old.packed, int(np.max(header["num_experts"]))).numpy()  # as wide as the exchanges
+    before = repacked(old.packed, int(np.max(header["num_experts"]))).numpy()  # wide enough for the exchanges
     rows = np.ascontiguousarray(before.transpose(2, 0, 1, 3)).reshape(-1, K)
     rows = with_exchanges(
         rows, (where[place] * (len(held) * T) + row)[mine], slot[mine], expert[mine].astype(rows.dtype)
@@ -274,7 +278,7 @@ def _changed(path: Path, source: Any, header: dict[str, Any], wanted: list[int],
 def _base(
     path: Path, name: str, sha256: str | None, sequences: list[int] | None = None, sites: list[str] | None = None
 ) -> RoutedExperts:
-    """The routes since which `path` holds the changes, if their file still has that checksum."""
+    """Return the routes since which `path` holds changes. Raises RoutingError if their file has another checksum."""
     base = path.parent / name
     if Path(name).name != name:
         raise RoutingError(f"changes since {name}: expected a file in the folder of {path}")
@@ -293,7 +297,7 @@ def _base(
 
 
 def _earlier(table: Any, header: dict[str, Any]) -> RoutedExperts:
-    """Cells are lists of ids, or the bytes of packed ids, in the order of the slots."""
+    """Return the routes of a file of an earlier version, whose cells are lists of ids or bytes of packed ids."""
     B, T, _, K = header["shape"]
     dtype, sites, experts = np.dtype(header["dtype"]), header["sites"], header["num_experts"]
     ids = np.empty((B, T, len(sites), K), dtype=np.int64)
@@ -310,7 +314,7 @@ def _earlier(table: Any, header: dict[str, Any]) -> RoutedExperts:
 
 
 def _listed(cells: Any, rows: int, K: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """Ids [rows, K] of a column, -1 where there is no route."""
+    """Return the ids [rows, K] of a column of an earlier version, -1 where there is no route."""
     import pyarrow as pa
 
     if len(cells) != rows:

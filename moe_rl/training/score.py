@@ -1,6 +1,8 @@
-"""Responses -> a batch: their rewards, and what the old policy says of them in one pass without gradient.
+"""Scoring: turns responses into a batch, with rewards and the old policy's log-probabilities and routes.
 
-Three policies meet here: mu, the engine that sampled; pi_old, the training engine's old policy; pi, the current one.
+The log-probabilities and routes come from one pass without gradient.
+Three policies are distinguished: mu, the engine that sampled; pi_old, the training engine's old policy; pi, the current
+one.
 """
 
 from collections.abc import Sequence
@@ -23,18 +25,19 @@ from moe_rl.training.ranks import Ranks
 from moe_rl.training.scorers import Scorer, Seen
 
 SCORING_BATCH = 256
-"""Responses per pass, unless `optim.micro_batch` says what fits."""
+"""Responses per pass, unless `optim.micro_batch` sets their number."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the models of a run say of a rollout, on every rank; log-probabilities in nats, 0 outside the response.
+    """The outputs of a run's models for a rollout, on every rank; log-probabilities in nats, 0 outside the response.
 
     Attributes:
-        logps: the old policy's, natural routing.
-        replayed_logps: the old policy's under the rollout engine's routes; None unless those were recorded.
-        learned_rewards: of the reward model; None without one.
-        margins: by which the old policy's routers decided, in units of what they rank; None unless asked for.
+        logps: log-probabilities of the old policy under live routing.
+        replayed_logps: those of the old policy under the rollout engine's routes; None unless these were recorded.
+        learned_rewards: rewards from the reward model; None without one.
+        margins: margins by which the old policy's routers chose, in the unit of the scores that they rank; None unless
+            asked for.
         all others: see `Batch`.
     """
 
@@ -63,15 +66,15 @@ def score_rollout(
     decoded: bool = False,
     shared: bool = False,
 ) -> Scores:
-    """One pass of the current policy gives old log-probabilities and routes.
+    """Return old log-probabilities and routes, from one pass of the current policy, and the outputs of the scorers.
 
     Args:
-        batch_size: responses per pass, those of like length together, without the padding that they share (routes of
-            which are -1 then); None: all, or 256 if there are more.
-        scorers: who else is asked.
-        decoded: no pass at all; the rollout has the routes of its decoding.
-        shared: responses share prompts in this pass, and in those of a reference (`optim.share_prompts`). In both cases
-            a row's last token has no route (-1).
+        batch_size: responses per pass; those of like length are together, without the padding that they share (whose
+            routes are then -1). None: all responses, or 256 if there are more.
+        scorers: what else is computed, and by which models.
+        decoded: make no pass; take log-probabilities and routes that were recorded in decoding.
+        shared: responses share prompts in this pass, and in those of a reference (`optim.share_prompts`). With
+            `decoded` or `shared` a row's last token has no route (-1).
     """
     policy.eval()
     mine = ranks.mine(rollout)
@@ -96,7 +99,7 @@ def score_rollout(
             _refuse_not_finite("scoring", name, values, mine, why)
     tensors = {name: ranks.gather(values, len(rollout)) for name, values in own.items()}
     whole = routes[0]
-    if size is not None:  # those of micro-batches as one, -1 where they had no column
+    if size is not None:  # join those of micro-batches; -1 in the columns that were left out
         ids = joined([(part.ids + 1).to(torch.int16) for part in routes], places, mine.input_ids.shape) - 1
         whole = whole.with_ids(ids, mine.input_ids)
     return Scores(routes=ranks.gather_routes(whole, len(rollout)), **tensors)
@@ -105,7 +108,7 @@ def score_rollout(
 def one_pass(
     policy: nn.Module, part: Rollout | Batch, temperature: float, router_logits: bool, decoded: bool, shared: bool
 ) -> Seen:
-    """What the policy says of a part of a rollout, and the experts that it chooses meanwhile."""
+    """Return the policy's log-probabilities of a part of a rollout, and the experts chosen in the same pass."""
     layout = share_prompts(*part.tokens) if shared else None
     if decoded:
         assert isinstance(part, Rollout) and part.routes is not None
@@ -116,11 +119,12 @@ def one_pass(
 
 
 def verify(task: Any, rollout: Rollout, ranks: Ranks, seconds: float | None = None) -> Rollout:
-    """The rollout with its rewards, each rank verifying its share.
+    """Return the rollout with its rewards; each rank verifies its share.
 
     Raises:
         TaskError: as `score`.
-        NotFiniteError: a sampler that gave a token no probability, which is no sample of its distribution.
+        NotFiniteError: a log-probability of the sampler is not finite, so that the token is no sample of its
+            distribution.
     """
     why = "the model that sampled are of no more use"
     _refuse_not_finite("sampling", "logps", rollout.logps, rollout, why, everywhere=True)
@@ -131,6 +135,7 @@ def verify(task: Any, rollout: Rollout, ranks: Ranks, seconds: float | None = No
 def _refuse_not_finite(
     where: str, name: str, values: Shaped[Tensor, "B ..."], rollout: Rollout | Batch, why: str, everywhere: bool = False
 ) -> None:
+    """Raise NotFiniteError if a response has values that are not finite."""
     bad = ~torch.isfinite(values.reshape(len(values), -1)).all(1)
     if bool(bad.any()):
         raise NotFiniteError(
@@ -151,8 +156,10 @@ def make_batch(
     step: int,
     returns: Float[Tensor, "B T"] | None = None,
 ) -> Batch:
-    """What one RL step trains on. Under R3 and PR2 the old log-probabilities are those under the rollout's routes
-    (arXiv 2510.11370), otherwise those of natural routing."""
+    """Return the batch of a scored rollout.
+
+    Under R3 and PR2 the old log-probabilities are those under the rollout's routes (arXiv 2510.11370), otherwise those
+    under live routing."""
     old_logps = scores.replayed_logps if replay in OF_SAMPLER else scores.logps
     assert old_logps is not None
     return Batch(

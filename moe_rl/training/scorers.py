@@ -1,8 +1,8 @@
-"""Who else is asked about a rollout while the old policy scores it.
+"""Scorers: what is computed about a rollout besides the old policy's log-probabilities and routes.
 
-Plain GRPO asks the old policy alone (`moe_rl.training.score`), in one pass. A method or an option that needs more of
-it, or that has a model of its own, gives the run a `Scorer` (`State.scorers`): a class here, or the model itself
-(`Critic`, `RewardModel`).
+Plain GRPO needs the old policy alone (`moe_rl.training.score`), in one pass. A method or an option that needs other
+values from this pass, or that has a model of its own, adds a `Scorer` to the run (`State.scorers`): a class of this
+module, or the model itself (`Critic`, `RewardModel`).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -22,12 +22,12 @@ from moe_rl.training.batch import Batch, Totals
 
 @dataclass(frozen=True)
 class Seen:
-    """What the old policy said of a part of a rollout.
+    """The result of the old policy's pass over a part of a rollout.
 
     Attributes:
-        out: its log-probabilities, natural routing.
-        routes: the experts that it chose, rows and columns as those of the part.
-        layout: the rows in which responses share prompts, where they do.
+        out: log-probabilities under live routing.
+        routes: the experts that the policy chose; rows and columns are those of the part.
+        layout: the layout of rows in which responses share prompts; None if they do not.
     """
 
     out: TokenLogps
@@ -36,39 +36,39 @@ class Seen:
 
 
 class Scorer:
-    """Base class: watches nothing, and has yet to say what it knows.
+    """Base class of scorers, which compute fields of `Scores`; a subclass must define `say`, and may define `watch`.
 
     Attributes:
-        router_logits: whether it needs the router logits of the policy's pass.
+        router_logits: whether the scorer needs the router logits of the policy's pass.
     """
 
     router_logits = False
 
     def watch(self, policy: nn.Module) -> AbstractContextManager[Any]:
-        """Open around the policy's pass over a part; what it gives comes back to `say`."""
+        """Context manager around the policy's pass over a part; its value is the argument `watched` of `say`."""
         return nullcontext()
 
     def say(self, part: Rollout, seen: Seen, watched: Any) -> dict[str, Tensor]:
-        """Fields of `Scores` for a part of the rollout, by name. Called without gradient."""
+        """Return fields of `Scores` for a part of the rollout, by name. Called without gradient."""
         raise NotImplementedError(f"{type(self).__name__} must define say(part, seen, watched)")
 
 
 @runtime_checkable
 class Learner(Protocol):
-    """What is trained in the policy's updates beside it: a value model, route predictors."""
+    """Protocol of a model that is trained beside the policy in its updates: a value model, route predictors."""
 
     def watch(self, policy: nn.Module) -> AbstractContextManager[Any]:
-        """Open around the policy's forward on a micro-batch; what it gives comes back to `backward`."""
+        """Context manager around the policy's forward on a micro-batch; its value is passed to `backward`."""
 
     def backward(self, part: Batch, watched: Any, totals: Totals) -> None:
-        """Add the gradient on a micro-batch of a minibatch that has these totals."""
+        """Add the gradient on a micro-batch `part` of a minibatch with these `totals`."""
 
     def step(self, warmup: float, hold: bool) -> dict[str, Any]:
-        """One optimizer step at `warmup` times the learning rate, or none (`hold`); what is logged of the minibatch."""
+        """Make one optimizer step at `warmup` times the learning rate (with `hold` none); return metrics to log."""
 
 
 class Reference(Scorer):
-    """The frozen policy that a KL term or DPO is tied to."""
+    """Scorer of the frozen reference policy of a KL term or of DPO: its log-probabilities."""
 
     def __init__(self, model: nn.Module, temperature: float):
         self.model, self.temperature = model, temperature
@@ -79,7 +79,7 @@ class Reference(Scorer):
 
 
 class RouterScores(Scorer):
-    """The router's scores of the chosen experts (RSPO)."""
+    """Scorer of the router's log-probabilities of the chosen experts (RSPO)."""
 
     router_logits = True
 
@@ -89,7 +89,7 @@ class RouterScores(Scorer):
 
 
 class Margins(Scorer):
-    """The margins of the routers' choices (replay of a part of the routes)."""
+    """Scorer of the margins of the routers' choices (for replay of a part of the routes)."""
 
     def watch(self, policy: nn.Module) -> AbstractContextManager[Any]:
         return record_margins(policy)
@@ -99,14 +99,14 @@ class Margins(Scorer):
 
 
 class EngineRoutes(Scorer):
-    """The old policy once more, under the routes of the engine that sampled; nothing of a rollout without such."""
+    """Scorer of a second pass of the old policy, under the rollout engine's routes, if they were recorded."""
 
     def __init__(self, policy: nn.Module, temperature: float):
         self.policy, self.temperature = policy, temperature
 
     def say(self, part: Rollout, seen: Seen, watched: Any) -> dict[str, Tensor]:
         routes = part.routes
-        if routes is None or routes is seen.routes:  # none, or the old policy's own (`decoded`)
+        if routes is None or routes is seen.routes:  # not recorded, or the old policy's own (`decoded`)
             return {}
         layout = share_prompts(*part.tokens, routes=routes) if seen.layout else None
         with replay_routes(self.policy, layout.pack(routes) if layout else routes, once=True):

@@ -1,4 +1,4 @@
-"""From a configuration to the state of a run before its first step: models, optimizers, engine, log."""
+"""Setup: builds the state of a run before its first step (models, optimizers, engine, log) from its configuration."""
 
 import dataclasses
 import inspect
@@ -38,7 +38,7 @@ from moe_rl.training.trackers import check_tracker, start_tracker
 def begin(
     config: RunConfig, folder: str | Path, cache_dir: str | Path | None = None, listener: Listener | None = None
 ) -> State:
-    """The state of a run before its first step. Writes nothing but the folder itself.
+    """Return the state of a run before its first step. Writes nothing but the folder itself.
 
     Args:
         config: what to run, validated.
@@ -47,18 +47,19 @@ def begin(
         listener: called with every row of `metrics.jsonl`, and with the steps of a cold start.
 
     Raises:
-        ModelError, EngineError: not on this machine, or not with this model.
-        DistributedError: other processes than the configuration asks for, or ranks that disagree.
+        ModelError, EngineError: the configuration cannot run on this machine, or with this model.
+        DistributedError: the processes are not those that the configuration asks for, or ranks disagree.
     """
     with ExitStack() as opened:
         state = _begin(config, Path(folder).expanduser(), cache_dir, listener, opened)
-        opened.pop_all()  # from here on `State.close` closes
+        opened.pop_all()  # from here on `State.close` closes the engine
     return state
 
 
 def _begin(
     config: RunConfig, folder: Path, cache_dir: str | Path | None, listener: Listener | None, opened: ExitStack
 ) -> State:
+    """Build the state as `begin`; `opened` closes the engine if an error occurs."""
     check_tracker(config.tracker)
     torch.manual_seed(config.seed)
     ranks = ranks_of(config.distributed, config.model.device, config.tracker, folder)
@@ -87,7 +88,7 @@ def _begin(
     critic = Critic(model, config.value, config.optim, ranks) if method.advantage == "gae" else None
     learned = config.reward.model == "learned"
     reward_model = RewardModel(model, config.reward, config.optim, ranks) if learned else None
-    optimizer = policy_optimizer(model, config.optim)  # which rounds weights: the run begins with them
+    optimizer = policy_optimizer(model, config.optim)  # may round weights, with which the run begins
     resets = bool(config.optim.reference_reset_every)
     reference = frozen_reference(model, resets) if method.needs_reference else None
     initial = frozen_reference(model) if method.source == "initial" else None
@@ -133,7 +134,7 @@ def _begin(
 
 
 def scorers_of(state: State) -> tuple[Scorer, ...]:
-    """Who has to be asked about rollouts beside the old policy, for what the configuration wants."""
+    """Return the scorers that the configuration needs besides the old policy."""
     policy, temperature, predictor = state.policy, state.config.rollout.temperature, state.predictor
     sampler = PredictedRoutes(policy, temperature, predictor) if predictor else EngineRoutes(policy, temperature)
     asked = (
@@ -148,14 +149,14 @@ def scorers_of(state: State) -> tuple[Scorer, ...]:
 
 
 class NoLog(RunLog):
-    """Of ranks that do not write."""
+    """The log of ranks that do not write: it drops all rows."""
 
     def append(self, kind: str, step: int, **values: Any) -> None:
         pass
 
 
 def check_forward(model: nn.Module) -> None:
-    """Raises ModelError for a family whose blocks multiply what an fp32 router returns with 16-bit hidden states."""
+    """Raise ModelError for a family whose blocks cannot multiply an fp32 router's gates with 16-bit hidden states."""
     try:
         _two_tokens(model)
     except RuntimeError as error:
@@ -168,8 +169,9 @@ def check_forward(model: nn.Module) -> None:
 
 
 def check_aux_loss(model: nn.Module) -> None:
-    """Raises ModelError for a family that has no load-balancing loss: its forward knows no router logits, or makes
-    nothing of them."""
+    """Raise ModelError for a family that has no load-balancing loss.
+
+    Its forward has no option `output_router_logits`, or returns no `aux_loss` with that option."""
     family = type(causal_lm(model))
     known = "output_router_logits" in inspect.signature(family.forward).parameters
     said = _two_tokens(model, output_router_logits=True) if known else {}
@@ -178,7 +180,7 @@ def check_aux_loss(model: nn.Module) -> None:
 
 
 def _two_tokens(model: nn.Module, **asked: bool) -> dict[str, Any] | None:
-    """What the model says to two tokens; None where another rank holds its weights (and asks it the same)."""
+    """Return the model's output on two tokens; None on a rank without its weights (rank 0 then makes this call)."""
     lm = causal_lm(model)
     if lm.device.type == "meta":
         return None
@@ -187,12 +189,12 @@ def _two_tokens(model: nn.Module, **asked: bool) -> dict[str, Any] | None:
 
 
 def _cold_start_rows(listener: Listener | None) -> Callable[[int, int, float], None] | None:
-    """Steps of a cold start as rows for the listener only: they belong to no run's metrics."""
+    """Return a function that passes steps of a cold start, which are no metrics of the run, to the listener as rows."""
     if listener is None:
         return None
     return lambda step, steps, loss: listener({"kind": "cold_start", "step": step, "steps": steps, "loss": loss})
 
 
 def _policy_row(listener: Listener | None) -> Listener | None:
-    """What the run starts from, as a row for the listener only: `env.json` keeps it."""
+    """Return a function that passes a description of the initial policy, which `env.json` keeps, to the listener."""
     return None if listener is None else lambda values: listener({"kind": "policy", "step": 0, **values})

@@ -1,7 +1,7 @@
-"""FSDP2: a module cut up over ranks, made sure of, and its tensors put together again.
+"""FSDP2: sharding of a module over ranks, checks that it is sharded, and loading of whole tensors into it.
 
 accelerate applies FSDP only on some device types and silently takes DDP on the others (CPU among them), so the modules
-are sharded here, with torch's own `fully_shard`, and what came out is looked at.
+are sharded here, with torch's own `fully_shard`, and the result is checked.
 """
 
 from collections.abc import Iterable
@@ -20,20 +20,21 @@ from moe_rl.measure.weights import KEPT_FP32
 
 
 class ShardingError(RuntimeError):
-    """A model that cannot be sharded, or that was to be sharded and is not."""
+    """Error for a model that cannot be sharded, or that should be sharded and is not."""
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = None) -> None:
-    """FSDP2 in place: each decoder layer is a group of its own, gathered when it runs; the rest is one more.
+    """Shard a module by FSDP2, in place: each decoder layer is a group, gathered when it runs, and the rest is another.
 
     Args:
         module: a transformers model, or a module around one.
         mesh: one-dimensional.
-        compute: dtype that parameters are gathered in and inputs are cast to; gradients are then reduced in fp32. None:
-            the parameters' own.
+        compute: dtype in which parameters are gathered and to which inputs are cast; gradients are then reduced in
+            fp32. None: the parameters' own dtype.
 
-    Modules that are to compute in fp32 (`KEPT_FP32`: a scalar head, routers) are groups of their own, without
-    `compute`; so are those whose dtype differs from that of most, since what is trained in a group has one dtype.
+    Modules that must compute in fp32 (`KEPT_FP32`: a scalar head, routers) are groups of their own, without `compute`.
+    So are modules whose dtype is not that of the first layer's first parameter, since the trained parameters of a group
+    must have one dtype.
 
     Raises:
         ShardingError: layers that cannot be found; a parameter that is not sharded afterwards.
@@ -44,8 +45,8 @@ def shard(module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = Non
     layers = decoder_layers(module)
     common = next(p.dtype for part in (*layers, module) for p in part.parameters())
     inner = [part for part in module.modules() if part is not module]
-    for part in inner:  # of two inside each other, which PEFT makes of a router, the outer one
-        if _apart(part) and not any(isinstance(p, DTensor) for p in part.parameters()):
+    for part in inner:  # if one is inside another (PEFT around a router), only the outer one
+        if _forms_group(part) and not any(isinstance(p, DTensor) for p in part.parameters()):
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
     for leaf in inner:
         own = [p for p in leaf.parameters(recurse=False) if not isinstance(p, DTensor)]
@@ -53,14 +54,16 @@ def shard(module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = Non
             fully_shard(leaf, mesh=mesh, reshard_after_forward=True)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    # Also the outermost group is cut up again after each forward, so that parameters are shards whoever looks.
+    # The outermost group, too, is sharded again after each forward, so that outside a forward parameters are shards.
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     check_sharded(module)
 
 
 def shard_from_rank_0(module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = None) -> None:
-    """`shard`, with the weights of rank 0 on every rank: only there does the module hold any before; elsewhere its
-    tensors have no memory (the meta device) until they are shards. One tensor at a time is sent. Raises ShardingError.
+    """Shard a module as `shard` does, and fill the shards of every rank with the weights of rank 0.
+
+    Only on rank 0 does the module need to hold weights; on other ranks its tensors have no memory (the meta device)
+    until they are shards. One tensor at a time is sent. Raises ShardingError.
     """
     whole_tensors: dict[str, Any] = module.state_dict() if dist.get_rank() == 0 else {}
     if dist.get_rank() != 0:
@@ -70,8 +73,11 @@ def shard_from_rank_0(module: nn.Module, mesh: DeviceMesh, compute: torch.dtype 
 
 
 def fill_from_rank_0(module: nn.Module, whole_tensors: dict[str, Any], device: torch.device) -> None:
-    """The module on `device`, whose tensors are without memory but on rank 0, takes rank 0's `whole_tensors` (its state
-    dict, as it was), sharded or not, and rank 0's buffers, also those that no state dict has."""
+    """Move a module, sharded or not, to `device`, and fill it with the tensors and buffers of rank 0.
+
+    On other ranks the module's tensors need no memory before. Buffers that no state dict has are filled, too.
+
+    whole_tensors: on rank 0, the state dict of the module before it was sharded; empty elsewhere."""
     if dist.get_rank() == 0:
         module.to(device)
     else:
@@ -84,7 +90,7 @@ def fill_from_rank_0(module: nn.Module, whole_tensors: dict[str, Any], device: t
 
 
 def check_sharded(module: nn.Module) -> None:
-    """Raises ShardingError unless the module, each decoder layer and every parameter is sharded."""
+    """Raise ShardingError unless the module, each decoder layer and every parameter is sharded."""
     for name, part in {"": module, **{f"layer {i}": m for i, m in enumerate(decoder_layers(module))}}.items():
         if not isinstance(part, FSDPModule):
             raise ShardingError(
@@ -100,13 +106,14 @@ def check_sharded(module: nn.Module) -> None:
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers that transformers says are not to be split, outermost ones; none of what holds no transformers model
-    (a value head). Raises ShardingError if a model names none."""
+    """Return the outermost layers that transformers says must not be split (`_no_split_modules`).
+
+    A module that holds no transformers model (a value head) has none. Raises ShardingError if a model names none."""
     inner_models = [inner for inner in module.modules() if isinstance(inner, PreTrainedModel)]
     names = {name for inner in inner_models for name in inner._no_split_modules or ()}
     found: list[nn.Module] = []
     for inner in module.modules():
-        classes = {cls.__name__ for cls in type(inner).__mro__}  # sharding puts a class of its own in front
+        classes = {cls.__name__ for cls in type(inner).__mro__}  # a sharded module's own class comes first
         if classes & names and not any(inner in set(layer.modules()) for layer in found):
             found.append(inner)
     if inner_models and not found:
@@ -117,21 +124,23 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _apart(part: nn.Module) -> bool:
-    """Whether a module is one group with all that it holds: it is to compute in fp32, or is PEFT's wrapper of a weight
-    (`lora.target_parameters`) of several dtypes, which reads parameters without calling the modules that have them."""
+def _forms_group(part: nn.Module) -> bool:
+    """Return whether a module and all modules in it must be one group.
+
+    That is so if it must compute in fp32, or is PEFT's wrapper of a weight (`lora.target_parameters`) with several
+    dtypes or fp32 modules inside, because that wrapper reads parameters without calling the modules that have them."""
     kept = [getattr(inner, KEPT_FP32, False) for inner in part.modules()]
     several = any(kept) or len({p.dtype for p in part.parameters()}) > 1
     return kept[0] or (hasattr(part, "parameter_name") and several)
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether a forward of `module` gathers shards: its own, or those of a module that it calls (`AdaptersOff`)."""
+    """Return whether a forward of `module` gathers shards, be it those of a module that it calls (`AdaptersOff`)."""
     return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def rebind(optimizer: Any, before: dict[str, nn.Parameter], module: nn.Module) -> None:
-    """An optimizer that was made for the parameters `before` (by name) takes the module's new ones. It has no state."""
+    """Replace the parameters of an optimizer without state, in `before` by name, by the module's new parameters."""
     names = {id(parameter): name for name, parameter in before.items()}
     after = dict(module.named_parameters())
     for group in optimizer.param_groups:
@@ -142,14 +151,15 @@ def rebind(optimizer: Any, before: dict[str, nn.Parameter], module: nn.Module) -
 
 
 def as_placed(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor`, which every rank holds, cut up and placed as `like` is; without communication."""
+    """Return `tensor`, which every rank holds whole, sharded and placed as `like` is; without communication."""
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def load_whole(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """`load_state_dict` of tensors that are whole, whether or not the module is sharded; of those that come one at a
-    time, only this rank's shards are kept."""
+    """Load a state dict of whole tensors into a module, sharded or not.
+
+    If the tensors come one at a time, only this rank's shards of them are kept in memory."""
     own = module.state_dict()
     module.load_state_dict({name: as_placed(tensor, own[name]) if name in own else tensor for name, tensor in tensors})

@@ -1,4 +1,4 @@
-"""What a run holds. Knows nothing of the steps that use it."""
+"""The state of a run: its models, optimizers, waiting batches and the present step."""
 
 from collections import deque
 from collections.abc import Callable
@@ -29,21 +29,21 @@ Listener = Callable[[dict[str, Any]], None]
 
 @dataclass
 class State:
-    """One run: its settings, its models with their optimizers, the batches that wait, and where it stands.
+    """The state of one run: its settings, its models with their optimizers, the waiting batches, and the present step.
 
     Attributes:
         policy: the model that is trained, in the wrapper of the run's strategy (DDP, FSDP2) if any.
-        reference: the frozen policy that a KL term or DPO is tied to; None where the method has none.
-        initial: the policy that the run began with, where the method learns from its responses.
-        engine: who samples the policy's responses in training (`rollout.engine`).
-        sync_guard: the watch over weight transfers to `engine`; None where the policy itself samples.
-        max_new_tokens: length limit of a response.
-        scorers: who is asked about a rollout beside the old policy; nobody for plain GRPO.
-        expert_bias: the selection bias of `optim.expert_bias_rate`; None without.
-        predictor: of the routes that responses are sampled under (`method.replay: PR2`); None without.
+        reference: the frozen reference policy of a KL term or of DPO; None if the method has none.
+        initial: the policy that the run began with, if the method learns from its responses; else None.
+        engine: the engine that samples the policy's responses in training (`rollout.engine`).
+        sync_guard: the checks of weight transfers to `engine`; None if the policy itself samples.
+        max_new_tokens: length limit of a response, in tokens.
+        scorers: what is computed about a rollout besides the old policy's pass; empty for plain GRPO.
+        expert_bias: the selection bias of `optim.expert_bias_rate`; None if that is 0.
+        predictor: the predictor of the routes under which responses are sampled (`method.replay: PR2`), else None.
         waiting: scored batches that were not yet trained on; more than one under `rollout.lag`.
         drafts: batches whose responses are not finished, oldest first (`rollout.segment`).
-        step: RL steps done.
+        step: number of RL steps done.
     """
 
     config: RunConfig
@@ -71,13 +71,13 @@ class State:
 
     @property
     def frozen(self) -> dict[str, nn.Module]:
-        """Models that are kept and not trained, by name."""
+        """The models that are not trained (reference, initial policy), by name."""
         kept = {"reference": self.reference, "initial": self.initial}
         return {name: module for name, module in kept.items() if module is not None}
 
     @property
     def trained(self) -> dict[str, tuple[nn.Module, Any]]:
-        """Models that are trained, unwrapped, by name, each with its optimizer."""
+        """The models that are trained, unwrapped, by name, each with its optimizer."""
         found: dict[str, tuple[nn.Module, Any]] = {"model": (self.policy, self.optimizer)}
         if self.critic:
             found["value"] = (self.critic.model, self.critic.optimizer)
@@ -87,24 +87,24 @@ class State:
 
     @property
     def records_routes(self) -> bool:
-        """Whether the routes of whoever samples the policy's responses are needed."""
+        """Whether the routes by which the policy's responses are sampled must be recorded."""
         compared = self.config.rollout.scoring == "decoding" or self.sync_guard is not None
         return (compared or self.config.method.replay in OF_SAMPLER) and self.method.source == "policy"
 
     def self_engine(self, model: nn.Module | None = None) -> Engine:
-        """The current policy, or another model, that samples by itself, whatever `rollout.engine` is."""
+        """Return an engine in which the current policy, or `model`, samples by itself, whatever `rollout.engine` is."""
         model = self.ranks.unwrap_model(self.policy) if model is None else model
         engine = ModelEngine(model, self.tokenizer, self.config.rollout.max_batch)
         return in_turns(engine, self.task, self.tokenizer, self.config.task.verifier_seconds)
 
     def generator(self, purpose: str, index: int = 0) -> torch.Generator:
-        """Random numbers for one purpose at the current step, the same in every arm (`seeded_generator`)."""
+        """Return a random generator for one purpose at the current step, the same in every arm (`seeded_generator`)."""
         return seeded_generator(self.config.seed, purpose, self.step, index)
 
     def close(self) -> None:
-        """The run is over: tell the tracker, if there is one, and free the rollout engine."""
+        """End the run: finish the tracker, if there is one, and close the rollout engine."""
         try:
             for tracker in self.ranks.trackers:
                 tracker.finish()
-        finally:  # also if a tracker fails: an engine may hold a GPU or processes
+        finally:  # also if a tracker fails, because an engine may hold a GPU or processes
             self.engine.close()

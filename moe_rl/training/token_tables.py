@@ -1,4 +1,4 @@
-"""Tables of a probed step: every response token after every update, and the routes that it took."""
+"""Parquet tables of a probed step: values and routes of every response token after every update."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,16 +13,21 @@ from moe_rl.measure.router_shift import gates_and_margins
 from moe_rl.routing import RoutedExperts, flips_per_token
 from moe_rl.tables import write_table
 from moe_rl.training.batch import Batch
-from moe_rl.training.levers import only
+from moe_rl.training.levers import only_rows
 from moe_rl.training.route_tables import write_route_changes, write_route_table
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The probed responses after one update: log-probabilities (nats) under live and under the old routes, and the live
-    routes. `routers`: what the routers said of the n response tokens, old and new (`gates_and_margins`): `old_gates`,
-    `new_gates` [n,L,K], `old_margins`, `new_margins` [n,L], on the CPU; empty for a family that does not return router
-    logits, one tensor for each site."""
+    """Measurements of the probed responses after one update.
+
+    Attributes:
+        natural, replayed: log-probabilities (nats) under live and under the old routes.
+        routes: the live routes.
+        routers: gates and margins of the n response tokens (`gates_and_margins`), before the step's updates and after
+            this one: `old_gates`, `new_gates` [n,L,K], `old_margins`, `new_margins` [n,L], on the CPU; empty for a
+            family that does not return router logits as one tensor per site.
+    """
 
     update: int
     natural: Float[Tensor, "B T"]
@@ -34,7 +39,9 @@ class Observation:
 def routers_said(
     name: str, mask: Bool[Tensor, "B T"], logits: list[Tensor], routes: RoutedExperts
 ) -> dict[str, Tensor]:
-    """One side of `Observation.routers`: what routers said of the experts that were chosen for the tokens of `mask`."""
+    """Return gates and margins of the experts chosen for the tokens of `mask`: one half of `Observation.routers`.
+
+    name: "old" or "new", the prefix of the keys."""
     ids = routes.ids.to(mask.device)[mask].sort(-1).values  # in the order of route tables
     gates, margins = gates_and_margins(logits, ids)
     return {f"{name}_gates": gates.cpu(), f"{name}_margins": margins.cpu()}
@@ -43,8 +50,10 @@ def routers_said(
 def write_probe_tables(
     folder: Path, step: int, tokenizer: Any, part: Batch, rows: Tensor, observations: list[Observation]
 ) -> None:
-    """`tokens/step_NNNNNN.parquet` and `routes/step_NNNNNN_update_U.parquet`: the routes of the old policy (update 0),
-    and what has changed since then after each update. Padding has no route and token -1.
+    """Write `tokens/step_NNNNNN.parquet` and `routes/step_NNNNNN_update_U.parquet` to a run folder.
+
+    The files of routes hold those of the old policy (update 0) and, for each update, the changes since then. Padding
+    has no route and token -1.
 
     Args:
         part: the probed responses, which are the rows `rows` of the step's batch.
@@ -65,14 +74,14 @@ def write_probe_tables(
 
 
 def _without_padding(routes: RoutedExperts, mask: Bool[Tensor, "B T"]) -> RoutedExperts:
-    """Padding has no route and no token (-1)."""
-    routes = only(routes, mask[..., None])
+    """Return the routes with no route and no token (-1) on padding."""
+    routes = only_rows(routes, mask[..., None])
     tokens = routes.tokens
     return routes if tokens is None else routes._with(routes.packed, tokens.where(mask.to(tokens.device).bool(), -1))
 
 
 def token_pieces(tokenizer: Any, tokens: Iterable[int]) -> dict[int, str]:
-    """The text of every distinct token as it stands inside a text: what decoding it twice adds to decoding it once.
+    """Return the text of each distinct token as inside a text: what decoding it twice adds to decoding it once.
 
     Decoded alone, tokens of some vocabularies lose their leading space. Special tokens keep their names; a token that
     is part of a character shows the replacement character.
@@ -85,8 +94,9 @@ def token_pieces(tokenizer: Any, tokens: Iterable[int]) -> dict[int, str]:
 
 
 def prompt_texts(tokenizer: Any, part: Batch, rows: Tensor) -> dict[str, Any]:
-    """What a token view needs besides the tokens: by `seq`, the prompt's text and the column of position 0, where the
-    stored routes of the response begin."""
+    """Return the prompt's text and the column of position 0 for each `seq`, which a token view needs besides tokens.
+
+    The stored routes of the response begin in that column."""
     first = part.completion_mask.int().argmax(1).tolist()
     prompts = [
         ids[:start][mask[:start]].tolist()
@@ -97,7 +107,7 @@ def prompt_texts(tokenizer: Any, part: Batch, rows: Tensor) -> dict[str, Any]:
 
 
 def token_columns(part: Batch, seen: Observation, rows: Tensor) -> dict[str, Tensor]:
-    """Columns of one update, one row per response token; on the CPU."""
+    """Return the columns of the token table for one update, one row per response token; on the CPU."""
     mask = part.completion_mask
     B, T = mask.shape
     flips = flips_per_token(part.routes, seen.routes)
@@ -121,7 +131,7 @@ def token_columns(part: Batch, seen: Observation, rows: Tensor) -> dict[str, Ten
 
 
 def _column(values: Tensor) -> Any:
-    """One number per row as an array, several as a list of fixed size."""
+    """Return a column of the table: an array for one number per row, lists of fixed size for several."""
     import pyarrow as pa
 
     array = values.numpy()

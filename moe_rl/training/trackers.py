@@ -1,4 +1,4 @@
-"""Metrics to an experiment tracker, through accelerate. Off unless `tracker` names one."""
+"""Experiment trackers: sends metrics to one through accelerate, if `tracker` names one."""
 
 import dataclasses
 from importlib.util import find_spec
@@ -17,11 +17,11 @@ _INSTALL = {"trackio": "pip install '.[trackers]' in the checkout of moe_rl", "w
 
 
 class TrackerError(ValueError):
-    """A tracker that is not installed or did not start."""
+    """Error for a tracker that is not installed or did not start."""
 
 
 def check_tracker(name: str | None) -> None:
-    """Raises TrackerError if a package is missing: accelerate would track nothing without a word."""
+    """Raise TrackerError if the tracker's package is missing, in which case accelerate would silently track nothing."""
     if name is None or any(find_spec(package) for package in _PACKAGES[name]):
         return
     install = _INSTALL.get(name, "pip install tensorboard")
@@ -31,15 +31,15 @@ def check_tracker(name: str | None) -> None:
 def start_tracker(
     accelerator: Accelerator, name: str, folder: Path, config: Any, listener: Listener | None = None
 ) -> Listener:
-    """Begin a run named after its folder; returns what is to be called with every row of `metrics.jsonl`.
+    """Start a tracker run named after the run folder; return a function to call with every row of `metrics.jsonl`.
 
     Args:
         accelerator: made with `log_with=name`.
-        config: a RunConfig; stored with the run, flat. The tracker's own step counts updates.
-        listener: called with every row as well.
+        config: a RunConfig; stored with the tracker run, flattened. The tracker's own step counts updates.
+        listener: is called with every row as well.
 
     Raises:
-        TrackerError: accelerate knows no such tracker here.
+        TrackerError: accelerate does not offer this tracker here.
     """
     if name not in map(str, accelerator.log_with) or name not in LOGGER_TYPE_TO_CLASS:
         raise TrackerError(f"tracker: accelerate does not offer {name} here, though its package is installed")
@@ -62,7 +62,7 @@ def start_tracker(
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float | int]:
-    """The numbers of a row, named by its kind; lists and nulls are left to the files.
+    """Return the numbers of a row, with its kind in their names; other values are only in the files.
 
     >>> scalars({"kind": "rollout", "step": 3, "reward": 0.5, "note": None, "sites": ["a"], "greedy": False})
     {'rollout/reward': 0.5}

@@ -1,4 +1,4 @@
-"""One optimizer step on one minibatch: forward and backward under the arm's routing, and what it did as one row."""
+"""Policy updates: forward, backward and optimizer step on one minibatch under the arm's routing, and their metrics."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +19,7 @@ from moe_rl.routing import RoutedExperts, change_counts, expert_load, noisy_rout
 from moe_rl.training.batch import Batch, Place, Totals, joined, micro_batches, totals_of
 from moe_rl.training.config import MethodConfig, OptimConfig
 from moe_rl.training.dpo import pair_loss
-from moe_rl.training.levers import ExpertBias, only
+from moe_rl.training.levers import ExpertBias, only_rows
 from moe_rl.training.method import Method
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.scorers import Learner
@@ -42,16 +42,17 @@ def update_policy(
     learners: Sequence[Learner] = (),
     bias: ExpertBias | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """One step of the optimizer on the minibatch `batch`; the row of kind "update" that says what it did, and the names
-    of the parameters whose gradients were not finite.
+    """Make one optimizer step on the minibatch `batch`, and return its metrics.
 
-    A gradient that is not finite moves nothing, nor a learner. Each rank takes its own rows, by `optim.micro_batch`.
+    Returns the row of kind "update", and the names of the parameters whose gradients were not finite. With such a
+    gradient neither the policy nor a learner moves. Each rank takes its share of the rows, in micro-batches of
+    `optim.micro_batch`.
 
     Args:
-        warmup: share of the learning rate.
-        noise: of the selection noise, if the arm has any.
-        learners: trained in the same step.
-        bias: follows the loads of this minibatch.
+        warmup: factor on the learning rate.
+        noise: random generator of the selection noise, if the arm has any.
+        learners: models that are trained in the same step.
+        bias: the expert bias, which is moved by the loads of this minibatch.
     """
     for group in optimizer.param_groups:
         group["lr"] = optim.learning_rate * warmup * group["multiplier"]
@@ -77,13 +78,13 @@ def update_policy(
             total = loss.loss
             if out.aux_loss is not None:
                 total = total + optim.aux_loss_coef * share * out.aux_loss
-            ranks.backward(total * ranks.size)  # which averages over ranks; these are shares of a sum
+            ranks.backward(total * ranks.size)  # backward averages over ranks; each has a share of a sum
         for learner, seen in zip(learners, watched, strict=True):
             learner.backward(micro, seen, totals)
         found.append(MicroBatch(place, loss, replace(out, router_logits=None), routing, share))
     grad_norm = ranks.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
     load = ranks.gather(torch.stack([part.routing.loads for part in found]).sum(0)[None], ranks.size).sum(0)
-    finite = bool(torch.isfinite(grad_norm))  # else the weights stay as they are
+    finite = bool(torch.isfinite(grad_norm))  # if not, the weights are not changed
     if finite:
         optimizer.step()
         if bias:
@@ -97,13 +98,13 @@ def update_policy(
 
 
 def _not_finite(policy: nn.Module) -> list[str]:
-    """Names of the parameters whose gradient, as this rank holds it, is not finite."""
+    """Return the names of the parameters whose gradient (this rank's shard of it) is not finite."""
     named = ((name, getattr(p.grad, "_local_tensor", p.grad)) for name, p in policy.named_parameters())
     return [name for name, grad in named if grad is not None and not bool(grad.isfinite().all())]
 
 
 def arm_loss(out: TokenLogps, batch: Batch, method: Method, arm: MethodConfig, totals: Totals) -> LossOutput:
-    """The method's loss of these rows, of a minibatch with these totals."""
+    """Return the method's loss on the rows `batch`, a part of a minibatch with these totals."""
     if method.pairs:
         return pair_loss(arm.beta, out.logps, batch, totals.pairs)
     return policy_loss(
@@ -121,21 +122,27 @@ def arm_loss(out: TokenLogps, batch: Batch, method: Method, arm: MethodConfig, t
 
 
 def route_weight(out: TokenLogps, micro: Batch) -> Tensor:
-    """RSPO's router-shift weight of each token, before its floor."""
+    """Return RSPO's router-shift weight of each token, before its floor is applied."""
     assert out.router_logits is not None and micro.route_scores is not None
     return shift_weight(chosen_scores(out.router_logits, micro.routes), micro.route_scores)
 
 
-# -- which experts it uses ---------------------------------------------------------------------------------------------
+# -- routing of an update ----------------------------------------------------------------------------------------------
 
 
 class RoutingCount:
-    """(token, site) rows of one update forward, how many of them by replay (under R3 all but padding and last tokens,
-    which no engine routed); response slots that were routed otherwise than by the old policy (0 under a whole R2; under
-    R3 what the engines differ by; under selection noise, the dose); tokens of each expert, prompts included: those
-    that were routed to it and, where the live choice is asked for under replay, those that would have been.
+    """Counts of the routing in one update forward, which are complete after `update_routing`.
 
-    shared: the rows that the model is to be called with, where responses share prompts; there from the beginning.
+    Attributes:
+        shared: the rows with which the model must be called, if responses share prompts; known from the beginning.
+        replayed_rows: number of replayed (token, site) rows (under R3 all but padding and last tokens, which no engine
+            routed).
+        routed_rows: number of all (token, site) rows, without sites that look up experts by token id.
+        slots_changed: number of response slots that differ from those of the old policy (0 under R2 of all routes;
+            under R3 the difference between engines; under selection noise, the dose).
+        slots: number of response slots.
+        loads: number of tokens of each expert, prompts included: those routed to the expert and, if the live choice is
+            asked for under replay, those that would have been.
     """
 
     shared: SharedPrompts | None = None
@@ -147,11 +154,13 @@ class RoutingCount:
 
 
 def forced_routes(method: MethodConfig, batch: Batch) -> RoutedExperts | None:
-    """The old policy's (R2) or those that sampled (R3, PR2), or what is kept of them; None without replay."""
+    """Return the routes that an update forces: those of the old policy (R2) or of the sampler (R3, PR2).
+
+    If `batch.kept` is given, only these rows are forced. Returns None without replay."""
     routes = {"none": None, "R2": batch.routes}.get(method.replay, batch.rollout_routes)
     if routes is None and method.replay != "none":
         raise RuntimeError(f"replay {method.replay}: this batch has no such routes")
-    return routes if routes is None or batch.kept is None else only(routes, batch.kept)
+    return routes if routes is None or batch.kept is None else only_rows(routes, batch.kept)
 
 
 @contextmanager
@@ -163,9 +172,9 @@ def update_routing(
     live: bool = False,
     share: bool = False,
 ) -> Iterator[RoutingCount]:
-    """The arm's routing for forward and backward: live, noisy, or forced (`forced_routes`).
+    """Context manager: give the model the arm's routing (live, noisy or forced) for forward and backward, and count it.
 
-    live: under replay, also count the loads of what the routers would have chosen.
+    live: under replay, also count the loads of the experts that the routers would have chosen.
     share: responses share prompts.
     """
     count, routes = RoutingCount(), forced_routes(method, batch)
@@ -179,7 +188,7 @@ def update_routing(
         recording = stack.enter_context(record_routes(model))
         yield count
     choices = [recording.routes, *([replay.shadow] if live and replay else [])]
-    fixed = choices[0].meta.get("hash_routed", ())  # a table over token ids: no choice, nothing to replay
+    fixed = choices[0].meta.get("hash_routed", ())  # these sites look up experts by token id: nothing to replay
     shared = count.shared
     routed = batch.input_ids.numel() if shared is None else shared.tokens
     count.routed_rows = routed * (len(choices[0].sites) - len(fixed))
@@ -192,13 +201,16 @@ def update_routing(
         count.replayed_rows = replay.replayed_rows
 
 
-# -- what it did -------------------------------------------------------------------------------------------------------
+# -- metrics of an update ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What came of one forward and backward, and where in the rank's part of the minibatch. `share`: of the minibatch's
-    sequences."""
+    """The results of the forward and backward of one micro-batch.
+
+    place: rows and columns in the rank's part of the minibatch.
+    share: share of the minibatch's sequences.
+    """
 
     place: Place
     loss: LossOutput
@@ -210,7 +222,9 @@ class MicroBatch:
 def update_metrics(
     parts: list[MicroBatch], batch: Batch, ranks: Ranks, method: Method, optim: OptimConfig
 ) -> dict[str, Any]:
-    """Loss, ratios, clipped tokens, entropy, routing of the whole minibatch, all ranks; names as in the catalogue."""
+    """Return metrics of the whole minibatch over all ranks: loss, ratios, clipped tokens, entropy, routing.
+
+    Names are as in the catalogue."""
     places = [part.place for part in parts]
     shape = sum(len(rows) for rows, _ in places), batch.input_ids.shape[1]
 

@@ -1,4 +1,4 @@
-"""Refuse what cannot run before anything is computed: every message names the field and the remedy."""
+"""Validation of configurations before anything is computed; every message names the field and the remedy."""
 
 from moe_rl.objectives.bounds import check_settings, unknown
 from moe_rl.objectives.gates import GATES
@@ -10,8 +10,10 @@ from moe_rl.training.method import Method, overrides, resolve_method
 
 
 def validate(config: RunConfig) -> None:
-    """Raises ValueError naming the field and the remedy: first each setting by itself (its type), then what they must
-    agree on. A configuration, which is frozen, is looked at once; what `dataclasses.replace` makes of it is another."""
+    """Raise ValueError, naming the field and the remedy, if a configuration cannot run.
+
+    First each setting is checked by itself (its type), then combinations of settings. A configuration object, which is
+    frozen, is checked only once; `dataclasses.replace` makes a new one."""
     if getattr(config, "_validated", None) == id(config):
         return
     check_settings(config)
@@ -52,22 +54,25 @@ def validate(config: RunConfig) -> None:
     _dapo(config, method)
     _levers(config, method)
     _exclusions(config, method)
-    object.__setattr__(config, "_validated", id(config))  # of this very object, not of a copy
+    object.__setattr__(config, "_validated", id(config))  # the id tells this object from a copy with the same attribute
 
 
 def require(ok: bool, message: str) -> None:
+    """Raise ValueError with this message unless `ok`."""
     if not ok:
         raise ValueError(message)
 
 
 def excludes(on: object, setting: str, *others: tuple[str, object], remedy: str = "") -> None:
-    """Raises ValueError, where a setting is on, for the first of the others (field and reason) that is not as it needs
-    it."""
+    """Raise ValueError if a setting is on and one of the others is not as it needs them.
+
+    others: pairs of field with reason, and whether that field is as needed; the first that is not is named."""
     for field, ok in others if on else ():
         require(bool(ok), f"{setting} does not go with this {field}{remedy}")
 
 
 def _method(config: RunConfig) -> Method:
+    """Return the method of a configuration, after checks of it."""
     own, rollout = config.method, config.rollout
     names = (*sorted(OBJECTIVES), DPO)
     require(own.objective in names, unknown("method.objective", own.objective, names))
@@ -85,7 +90,7 @@ def _method(config: RunConfig) -> Method:
 
 
 def _unread(config: RunConfig, method: Method) -> None:
-    """Settings that the method would not look at: who sets one expects it to do something."""
+    """Raise ValueError for a setting that the method does not read, since its user expects an effect."""
     own, o = config.method, method.objective
     require(
         method.pairs or own.beta == type(own)().beta,
@@ -121,6 +126,7 @@ def _unread(config: RunConfig, method: Method) -> None:
 
 
 def _dpo(config: RunConfig) -> None:
+    """Raise ValueError for settings that do not go with DPO."""
     own, size = config.method, config.optim.micro_batch
     for knob, value in overrides(own).items():
         raise ValueError(
@@ -134,6 +140,7 @@ def _dpo(config: RunConfig) -> None:
 
 
 def _source(config: RunConfig, method: Method) -> None:
+    """Raise ValueError for settings that do not go with the source of the responses."""
     own = config.method
     if method.source == "policy":
         return
@@ -157,6 +164,7 @@ def _source(config: RunConfig, method: Method) -> None:
 
 
 def _engine(config: RunConfig, method: Method) -> None:
+    """Raise ValueError for settings of the rollout engine that cannot run, or that do not go with the method."""
     try:
         check_engine(config.rollout.engine)
     except EngineError as error:
@@ -170,6 +178,7 @@ def _engine(config: RunConfig, method: Method) -> None:
 
 
 def _supervision(config: RunConfig, method: Method) -> None:
+    """Raise ValueError for advantages (process, decoupled) that need rewards which the task does not offer."""
     if method.advantage == "process":
         scale = method.objective.advantage_scale
         require(
@@ -182,6 +191,7 @@ def _supervision(config: RunConfig, method: Method) -> None:
 
 
 def _task_offers(config: RunConfig, part: str, field: str) -> None:
+    """Raise ValueError unless the task has the method `part`, which the setting `field` needs."""
     require(
         hasattr(make_task(config.task), part),
         f"{field} asks for {part}(), which task {config.task.name} lacks (see moe_rl.rollout.Task); mod_chain has it",
@@ -189,6 +199,7 @@ def _task_offers(config: RunConfig, part: str, field: str) -> None:
 
 
 def _reward(config: RunConfig, method: Method) -> None:
+    """Raise ValueError for settings that do not go with a learned reward."""
     reward = config.reward
     if reward.model == "verifier":
         return
@@ -213,6 +224,7 @@ def _reward(config: RunConfig, method: Method) -> None:
 
 
 def _levers(config: RunConfig, method: Method) -> None:
+    """Raise ValueError for settings of partial replay, expert bias or router learning rate that do not go together."""
     own, optim = config.method, config.optim
     require(
         own.keep == 1 or own.replay == "R2",
@@ -256,6 +268,7 @@ def _levers(config: RunConfig, method: Method) -> None:
 
 
 def _dapo(config: RunConfig, method: Method) -> None:
+    """Raise ValueError for settings that do not go with DAPO's dynamic sampling or overlong punishment."""
     rollout = config.rollout
     if rollout.dynamic_sampling:
         require(
@@ -281,6 +294,7 @@ def _dapo(config: RunConfig, method: Method) -> None:
 
 
 def _exclusions(config: RunConfig, method: Method) -> None:
+    """Raise ValueError for a setting that is on and excludes another setting."""
     own, rollout, optim, probe = config.method, config.rollout, config.optim, config.probe
     kind, one_process = rollout.engine.kind, config.distributed.strategy == "none"
     goes_on = ("rollout.engine.kind: it cannot go on with a text; use self or hf", kind in CONTINUING_KINDS)

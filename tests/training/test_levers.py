@@ -22,7 +22,7 @@ from moe_rl.routing import (
 )
 from moe_rl.training import MethodConfig, ProbeConfig, run, validate
 from moe_rl.training.batch import Batch
-from moe_rl.training.levers import ExpertBias, check_choice, kept_rows, only
+from moe_rl.training.levers import ExpertBias, check_choice, kept_rows, only_rows
 from moe_rl.training.loop import collect_batch
 from moe_rl.training.update import update_routing
 
@@ -120,7 +120,7 @@ def test_kept_rows_are_those_of_the_least_margin_by_site():
     assert torch.equal(kept_rows(margins, tokens, 0.6), kept), "1.8 of three rows are two"
     drawn = kept_rows(margins, tokens, 2 / 3, torch.Generator().manual_seed(0))
     assert drawn.sum((0, 1)).tolist() == [2, 2] and not bool(drawn[0, 3].any())
-    routes = only(RoutedExperts(torch.arange(8).view(1, 4, 2, 1), ("a", "b"), 8), kept)
+    routes = only_rows(RoutedExperts(torch.arange(8).view(1, 4, 2, 1), ("a", "b"), 8), kept)
     assert routes.ids[0, :, :, 0].tolist() == [[-1, 1], [2, 3], [4, -1], [-1, -1]]
 
 
@@ -182,7 +182,7 @@ def test_layers_that_are_routed_by_a_table_are_no_rows_to_replay(part):
     fixed = len(routes.meta["hash_routed"])
     assert 0 < fixed < len(routes.sites)
     kept = torch.rand(routes.shape[:3], generator=torch.Generator().manual_seed(0)) < 0.5
-    wanted = only(routes, kept) if part else routes
+    wanted = only_rows(routes, kept) if part else routes
     with replay_routes(model, wanted, once=True) as replay, torch.no_grad():
         model(input_ids=ids)
     forced = int((~wanted.live[..., fixed:]).sum())
