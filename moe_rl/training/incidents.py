@@ -84,5 +84,7 @@ def _gets_state(state: State, place: Path) -> bool:
 
 
 def _nonfinite_as_text(value: Any) -> Any:
-    """Return a float that is not finite as text, any other value unchanged."""
+    """Return a value with floats that are not finite, in lists too, as text: JSON has none."""
+    if isinstance(value, list):
+        return [_nonfinite_as_text(one) for one in value]
     return str(value) if isinstance(value, float) and value - value != 0 else value
