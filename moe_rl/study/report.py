@@ -58,7 +58,7 @@ def draw_study(path: str | Path) -> Path:
 
 
 def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequence[str] = ()) -> str:
-    """Return the page as text; the same runs give the same page. `skipped`: reasons why figures are missing."""
+    """Return the HTML page of a study as text; the same runs give the same page. `skipped`: why figures are missing."""
     filters = {
         "minus": lambda text: text.replace("-", "−"),
         "probability": lambda p: probability(p) if np.isfinite(p) else "–",
