@@ -80,8 +80,10 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """The needs of one run in bytes: per device (`needs`), on the host and on disk. `host_bytes` is the most that all
-    processes of a node hold at once in host memory if the models are on other devices."""
+    """The needs of one run in bytes: per device (`needs`), on the host and on disk.
+
+    `host_bytes` is the most that all processes of a node hold at once in host memory if models are on other devices.
+    """
 
     architecture: str
     parameters: int

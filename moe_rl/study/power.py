@@ -61,7 +61,8 @@ def fewest_pairs(family: int = 1) -> int:
 def pairs_needed(sd: float, difference: float, family: int = 1) -> int | None:
     """Return the fewest pairs that find a true difference with 80 % power as the first of `family` by Holm.
 
-    The test is paired t at ALPHA / family, with not fewer than `fewest_pairs`. None if `MOST` pairs are not enough.
+    The test is paired t at ALPHA / family, with not fewer than `fewest_pairs`. None if `MOST` pairs are not
+    enough, if `sd` is not finite, or if `difference` is not above 0.
 
     >>> pairs_needed(0.03, 0.05), pairs_needed(0.08, 0.05), pairs_needed(0.03, 0.05, family=6)
     (6, 23, 8)

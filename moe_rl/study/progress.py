@@ -23,9 +23,11 @@ class Progress:
     began: float = 0.0
 
     def begin(self, step: int) -> None:
+        """Measure the pace from now on, with `step` as the first step."""
         self.first_step, self.began = step, time.monotonic()
 
     def take(self, row: dict[str, Any]) -> None:
+        """Update the progress from one row that the run wrote."""
         if row["kind"] == "rollout":
             self.reward = None if row["reward"] is None else float(row["reward"])
         elif row["kind"] == "probe":
@@ -40,6 +42,7 @@ class Progress:
         return (time.monotonic() - self.began) / (self.step - self.first_step) * (self.steps - self.step)
 
     def latest(self) -> str:
+        """Return the latest reward, the latest change rate and the time left as text."""
         return f"reward {number(self.reward)}, slots changed {percent(self.change)}, {clock(self.left())} left"
 
 

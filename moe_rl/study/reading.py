@@ -236,6 +236,7 @@ def _pairs(of: list[Pair]) -> str:
 
 
 def _ends(values: list[float]) -> str:
+    """Return the smallest and the largest value as text: `0.010 to 0.020`, or one number if both are equal."""
     low, high = f"{min(values):.3f}", f"{max(values):.3f}"
     return low if low == high else f"{low} to {high}"
 

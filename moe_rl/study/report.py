@@ -113,6 +113,7 @@ def _arranged(drawn: Sequence[StudyFigure]) -> dict[str, Any]:
 
 
 def _finals(data: StudyData) -> list[dict[str, Any]]:
+    """Return the rows of `final_rewards` with the texts of the page's table."""
     rows = final_rewards(data).to_dict("records")
     for row in rows:
         beside = "sampled" if "sampled" in row else "evaluation"
@@ -143,6 +144,7 @@ def _arms(data: StudyData) -> list[dict[str, Any]]:
 
 
 def _commands(data: StudyData) -> list[tuple[str, str]]:
+    """Return (purpose, command) of the commands that made the runs, and that make the page and its tables again."""
     places = [data.environment] if data.environment.get("command") else [run.environment for run in data.runs]
     recorded = dict.fromkeys(str(place["command"]) for place in places if place.get("command"))
     folder = str(data.folder if data.folder.parts else Path("runs") / data.name)
@@ -170,6 +172,7 @@ def _environment(data: StudyData) -> list[tuple[str, str]]:
 
 
 def _own_limits(data: StudyData) -> list[str]:
+    """Return sentences on the limits of this study, such as unfinished runs or different starts."""
     found = []
     if (data.arms["noise"] > 0).any():
         found.append(

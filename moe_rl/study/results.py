@@ -231,8 +231,8 @@ def _plain(value: Any) -> str:
 
 
 def _beside(table: pd.DataFrame, keys: list[str], by: str, cells: dict[str, Column]) -> pd.DataFrame:
-    """Return a table with one row for each combination of `keys`, and the cells of all values of `by` side by side; a
-    heading has the value of `by` in its braces."""
+    """Return a table with one row for each combination of `keys`, and the cells of all values of `by` side by side.
+    A heading has the value of `by` in its braces."""
     wide = table[keys].drop_duplicates().set_index(keys)
     for heading, cell in cells.items():
         for value, part in table.groupby(by, sort=False):

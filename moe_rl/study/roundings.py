@@ -107,6 +107,7 @@ def same_kernels(data: StudyData) -> dict[str, list[str]]:
 
 
 def _roundings(data: StudyData) -> dict[str, Rounding]:
+    """Return `native` and the other roundings of a study by name, without those of `same_kernels`."""
     same = same_kernels(data)
     studies = {NATIVE: data, **{name: study for name, study in data.roundings.items() if name not in same}}
     return {name: Rounding(run_outcomes(study), comparisons(study)) for name, study in studies.items()}

@@ -77,6 +77,7 @@ class Run(Progress):
             self.since = follow(path, self.since, self.take, self._forget)
 
     def _forget(self) -> None:
+        """Forget what was read before, because a resumed run has rewritten its metrics.jsonl."""
         self.step, self.reward, self.change, self.first_step = 0, None, None, None
         self.took.clear()
         self.counting = self.state == "running"

@@ -69,7 +69,7 @@ def rates(rows: pd.DataFrame, level: str, by: str | Sequence[str], table: str = 
 
 
 def counted(rows: pd.DataFrame, changed: str, total: str) -> pd.DataFrame:
-    """Return the rows with both counts or neither: a missing count is not 0, and one count alone says nothing."""
+    """Return the rows with both counts NaN where one is NaN: a missing count is not 0."""
     known = rows[[changed, total]].notna().all(axis=1)
     return rows.assign(**{name: rows[name].where(known) for name in (changed, total)})
 

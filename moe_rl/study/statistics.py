@@ -138,7 +138,7 @@ def seed_band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def several_kinds(n: int, others: Iterable[int]) -> bool:
-    """Return whether an arm that has one of the numbers `others` of seeds has another kind of interval than n seeds."""
+    """Return whether an arm with a number of seeds in `others` has another kind of interval than n seeds have."""
     return any(k >= 2 and (n < 2 or (k < FEWEST) != (n < FEWEST)) for k in others)
 
 

@@ -204,7 +204,7 @@ class TokenStep:
 
 
 def slots_left(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Return which slots of `old` [..., L, K] hold an expert that `new` lacks at the site; no slot of unknown routes."""
+    """Return a mask of the slots of `old` [..., L, K] whose expert `new` lacks at the site; False if not known."""
     left = np.repeat(((old >= 0) & (new >= 0)).all(-1, keepdims=True), old.shape[-1], -1)
     for k in range(new.shape[-1]):  # so that no [..., L, K, K] is in memory
         left &= old != new[..., k : k + 1]

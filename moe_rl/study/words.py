@@ -38,7 +38,7 @@ def not_mathematics(label: str) -> str | None:
 
 
 def cut(label: str, letters: int) -> str:
-    """Return the label shortened to at most so many letters by its middle: labels of one study differ at their ends.
+    """Return the label in at most so many letters, without its middle: labels of one study differ at their ends.
 
     >>> cut("GRPO with a long story, number 2", 21)
     'GRPO with … number 2'
