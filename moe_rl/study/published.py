@@ -152,7 +152,7 @@ def published_repetitions(results: Path, study: str, arm: str, other: str) -> li
     """Return rounding, n, difference, low, high and verdict of arm - other from the committed tables in `results`.
 
     The study as it was run first (`native`) comes first, then its `repetitions`; the list is empty if the two arms were
-    never compared. A comparison that was declared the other way round is turned.
+    never compared. The values of a comparison that was declared the other way round are turned round.
     """
     first = pd.read_csv(results / study / "comparisons.csv").assign(rounding=NATIVE)
     found: list[dict[str, object]] = []

@@ -152,7 +152,7 @@ def effective_routes(data: StudyData) -> pd.DataFrame:
     its probe, prompts included. Every arm's probe has equally many responses; sets and experts are counted on the first
     tokens, as many as the shortest probe has.
     """
-    from moe_rl.routing import effective_sets, expert_load, load_entropy  # needs torch, as most of a study does not
+    from moe_rl.routing import effective_sets, expert_load, load_entropy  # torch, which most of a study does without
     from moe_rl.training.route_tables import read_route_table
 
     last = list(data.route_files.groupby(["arm", "seed"], sort=False).last().reset_index().itertuples())

@@ -182,7 +182,10 @@ class TokenStep:
         return StudyDataError(f"{self._path(update)}: its tokens are not those of tokens/step_{self.step:06d}.parquet")
 
     def routes(self, update: int) -> Any:
-        """Return the RoutedExperts after an update, one row per response. Raises StudyDataError for a damaged file."""
+        """Return the RoutedExperts after an update, one row per response; each file is read once.
+
+        Raises StudyDataError for a damaged file.
+        """
         if update not in self._routes:
             from moe_rl.routing import RoutingError  # importing torch takes seconds
             from moe_rl.training.route_tables import read_route_table
@@ -204,7 +207,10 @@ class TokenStep:
 
 
 def slots_left(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Return a mask of the slots of `old` [..., L, K] whose expert `new` lacks at the site; False if not known."""
+    """Return a mask of the slots of `old` [..., L, K] whose expert `new` lacks at the site.
+
+    The mask is False where a route is unknown.
+    """
     left = np.repeat(((old >= 0) & (new >= 0)).all(-1, keepdims=True), old.shape[-1], -1)
     for k in range(new.shape[-1]):  # so that no [..., L, K, K] is in memory
         left &= old != new[..., k : k + 1]
