@@ -47,7 +47,7 @@ def cut(label: str, letters: int) -> str:
         return label
     half = (letters - 3) // 2
     head, tail = label[:half], label[-half:]
-    if " " in head and label[half] != " ":  # whole words, where there are several
+    if " " in head and label[half] != " ":  # without a word that was cut, where another is left
         head = head[: head.rindex(" ")]
     if " " in tail and label[-half - 1] != " ":
         tail = tail[tail.index(" ") + 1 :]

@@ -1,8 +1,8 @@
 """A worker process that imports once and makes many runs, any number at a time, each in a process of its own.
 
-Imports take four CPU seconds and more, as long as five RL steps of the tiny policy. Where it may (`_may_fork`), the worker
-forks a process for each run after the imports, so that a run gets the imports, and the memory that they fill, for
-nothing, and leaves nothing behind for the next run.
+Imports take four CPU seconds and more, as long as five RL steps of the tiny policy. Where it may (`_may_fork`), the
+worker forks a process for each run after the imports, so that a run gets the imports, and the memory that they fill,
+for nothing, and leaves nothing behind for the next run.
 """
 
 import contextlib
