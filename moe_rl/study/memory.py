@@ -1,7 +1,8 @@
-"""What a run needs, from shapes alone: the model is built on torch's meta device, nothing is loaded or downloaded.
+"""The memory and disk space that a run needs, computed from shapes alone.
 
-Parameters and their states are exact. Activations are an estimate, within a factor of two on the families that the
-tests measure; what allocators and kernels take besides is not in it.
+The model is built on torch's meta device; nothing is loaded or downloaded. The sizes of parameters and their states are
+exact. Activations are an estimate, within a factor of two on the model families that the tests measure; memory that
+allocators and kernels take besides is not counted.
 """
 
 import math
@@ -26,9 +27,9 @@ from moe_rl.training import RunConfig
 from moe_rl.training.method import resolve_method
 
 PROMPT_TOKENS = 256
-"""Assumed where the task cannot be asked."""
+"""Length of a prompt that is assumed if the task cannot be made or gives no prompts."""
 CHARACTERS_PER_TOKEN = 3
-"""Assumed of a tokenizer that is not at hand: fewer than English text has, so that prompts come out longer."""
+"""Assumed, as no tokenizer is loaded: fewer than English text has, so that prompts are rather estimated too long."""
 
 # fmt: off
 _QWEN3 = {
@@ -60,13 +61,16 @@ KNOWN: dict[str, dict[str, Any]] = {
     **{f"allenai/OLMoE-1B-7B-0924{kind}": _OLMOE for kind in ("", "-SFT", "-Instruct")},
     **{f"ibm-granite/granite-3.1-1b-a400m-{kind}": _GRANITE for kind in ("base", "instruct")},
 }
-"""Shapes of hub models, for planning without a network; a configuration in the local cache comes first. What they were
-checked against: docs/scaling.md."""
+"""Configurations of hub models by name, for planning without a network; one in the local cache comes first.
+docs/scaling.md says what they were checked against."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes on one device. when: `always`, or only while responses are sampled, weights updated or probed."""
+    """One item of memory on one device, in bytes.
+
+    when: "always", or the phase that needs the item: "sampling" (of responses), "update" (of weights), "probing".
+    """
 
     name: str
     bytes: int
@@ -76,8 +80,10 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run needs per device; on disk; and, where models are on other devices, most that all processes of a node
-    hold on the host at once. In bytes."""
+    """The needs of one run in bytes: per device (`needs`), on the host and on disk.
+
+    `host_bytes` is the most that all processes of a node hold at once in host memory if models are on other devices.
+    """
 
     architecture: str
     parameters: int
@@ -90,11 +96,11 @@ class Plan:
     host_bytes: int
     checkpoint_bytes: int
     kept_bytes: int
-    """Of all policies that stay (`keep_policy_every`)."""
+    """Size of all policies that stay (`keep_policy_every`)."""
 
     @property
     def peak(self) -> int:
-        """Bytes on one device when it is fullest: what is not there always comes one after the other."""
+        """Most bytes that one device holds at once: all that is always there, and the largest of the three phases."""
         always, *phases = (
             sum(need.bytes for need in self.needs if need.when == when)
             for when in ("always", "sampling", "update", "probing")
@@ -103,10 +109,10 @@ class Plan:
 
 
 def architecture(config: ModelConfig, alphabet: str = "") -> Any:
-    """The transformers configuration of a policy, from a folder, the local cache or `KNOWN`.
+    """Return the transformers configuration of a policy, from a folder, the local cache or `KNOWN`.
 
     Raises:
-        ModelError: none of them has it; what to do.
+        ModelError: none of them has the configuration; the message says what to do.
     """
     if config.path is None:
         return build_tiny(config.tiny, char_tokenizer(alphabet)).config
@@ -127,14 +133,16 @@ def architecture(config: ModelConfig, alphabet: str = "") -> Any:
 
 
 def meta_model(hf_config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """The model without its weights: every parameter has a shape and a dtype and no memory."""
+    """Return the model without its weights: every parameter has a shape and a dtype but takes no memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
 
 
 def plan(run: RunConfig, devices: int = 1) -> Plan:
-    """What a run needs on each of `devices`, one process each: weights and their states sharded evenly over them
-    (FSDP2) unless the run says `ddp`, which keeps whole copies. Host memory is that of one node with all of them.
+    """Return what a run needs on each of `devices` devices, with one process for each device.
+
+    Weights and their states are sharded evenly over the devices (FSDP2) unless the run's strategy is `ddp`, which keeps
+    whole copies. Host memory is that of one node with all devices.
 
     Raises:
         ModelError: the model's configuration is not at hand.
@@ -156,7 +164,7 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
     gradients = sum(n * p.element_size() for p, n in trained.items())
     low = bool(run.optim.weight_format) or (run.optim.master_weights and any(p.element_size() < 4 for p in trained))
     states = 12 * trainable if low else 2 * gradients
-    whole = 12 * count if run.optim.master_weights and dtype.itemsize < 4 else 2 * weights  # of a model trained whole
+    whole = 12 * count if run.optim.master_weights and dtype.itemsize < 4 else 2 * weights  # if all weights are trained
     responses = run.rollout.prompts * run.rollout.group_size
     per_device = math.ceil(responses / devices)
     length = prompt_tokens + new_tokens
@@ -236,7 +244,8 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
     copies = sum(need.bytes for need in needs if need.name in ("reference", "initial policy"))
     kept = copies * (devices if sharded else 1)
     scorers = sum(need.name in ("value model", "reward model") for need in needs)
-    # Sharded, rank 0 alone loads, and sends the others their shards; it gathers each file of a checkpoint whole.
+    # If sharded, only rank 0 loads the weights and sends the other ranks their shards; it gathers each file of a
+    # checkpoint whole.
     loaded = weights + kept + scorers * weights + sum(need.bytes for need in needs if need.name == "rollout engine")
     loaded *= 1 if sharded else devices
     return Plan(
@@ -255,11 +264,12 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
 
 
 def activation_bytes(hf: Any, tokens: int, length: int, config: ModelConfig) -> int:
-    """Estimate of what forward keeps for backward, all layers, `tokens` tokens in sequences of `length`.
+    """Return an estimate of the bytes that the forward pass keeps for the backward pass in all layers.
 
-    Per token and layer: two norms (fp32 inside), queries, keys, values and attention's output, the router's
-    probabilities, and for each of K experts the token's copy, gate and up, their product and the result. Under
-    checkpointing each layer's input, and one layer's activations while it is computed again.
+    The forward pass has `tokens` tokens in sequences of `length` tokens. Counted per token and layer: two norms (fp32
+    inside), queries, keys, values and attention's output, the router's probabilities, and for each of K experts the
+    token's copy, gate and up, their product and the result. With gradient checkpointing: each layer's input, and the
+    activations of the one layer that is computed again.
     """
     H, K = hf.hidden_size, hf.num_experts_per_tok
     ffn = getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size
@@ -276,7 +286,10 @@ def activation_bytes(hf: Any, tokens: int, length: int, config: ModelConfig) -> 
 
 
 def _task(run: RunConfig) -> tuple[Any, int]:
-    """The task, and how long its prompts are in tokens; an assumption where it cannot be asked."""
+    """Return the task (None if it cannot be made) and the length in tokens of the longest of 64 of its prompts.
+
+    The length is estimated from characters for all but the tiny model; `PROMPT_TOKENS` if the task gives no prompts.
+    """
     task = None
     try:
         task = make_task(run.task)

@@ -1,4 +1,4 @@
-"""How runs ended, and arms: final and held-out reward, and which runs failed, ended below their start or collapsed."""
+"""Outcomes of runs and arms: final and held-out reward, and which runs failed, ended below their start or collapsed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,20 +14,21 @@ from moe_rl.study.statistics import interquartile_mean, seed_interval
 
 _RUN = ["arm", "seed"]
 OUTCOMES = ("failed", "below_start", "collapsed")
-"""Columns of `run_outcomes` that count what went wrong."""
+"""Columns that say what went wrong: booleans in `run_outcomes`, counts of runs in `final_rewards`."""
 
 
 @per_study
 def run_outcomes(data: StudyData) -> pd.DataFrame:
-    """One row per run that recorded a reward.
+    """Return a table of how runs ended, with one row per run that recorded a reward.
 
     Columns: arm, seed, finished; `measured` ("last 5 steps", or "held out" where the responses are not the policy's or
-    the study declares `outcome: held_out`), `final` (by that measure), `held_out` (reward of the last evaluation),
-    `start` (held-out reward at step 0; where no evaluation was made, or the task is a data set, whose held-out lines
-    are others, the mean reward of the first batch, which the policy answered before its first update); `gain` = final
-    - start; `failed`, `below_start`, `collapsed` (booleans; the first two of finished runs only); `best`, `fall` and
-    `collapse_step` of `detect_collapse`; `area`. Of a study that declares `outcome: held_out` also `sampled`, which is
-    final reward elsewhere: of the last 5 steps.
+    the study declares `outcome: held_out`), `final` (reward by that measure), `held_out` (reward of the last
+    evaluation), `start` (held-out reward at step 0; where no evaluation was made at step 0, or the task is a data set,
+    whose held-out lines are other problems, the mean reward of the first batch, which the policy answered before its
+    first update); `gain` = final - start; `failed`, `below_start`, `collapsed` (booleans; the first two are true of
+    finished runs only); `best`, `fall` and `collapse_step` of `detect_collapse`; `area` (`area_under_curve`). If the
+    study declares `outcome: held_out`, there is also `sampled`: the mean reward of the last 5 steps, which is the final
+    reward in other studies.
     """
     starts, ends = evaluations(data)
     declared_held_out = data.config.get("outcome") == "held_out"
@@ -74,13 +75,14 @@ def run_outcomes(data: StudyData) -> pd.DataFrame:
 
 @per_study
 def final_rewards(data: StudyData) -> pd.DataFrame:
-    """Per arm: final reward with its interval over seeds (the range below six), the reward beside it, and what failed.
+    """Return one row per arm: final reward, the reward shown beside it, and the number of runs that failed.
 
-    Columns: arm, label, noise, n, finished, measured, final, low, high, interval, sd, iqm, area, evaluation (held-out
-    reward at the last evaluation) with evaluation_low and evaluation_high, start, best, fall, failed, below_start,
-    collapsed (counts of runs), `judged` (finished runs of which it can be told whether they failed), `by_seed` and
-    `evaluation_by_seed` (seed -> reward), `collapse_steps`. Where `run_outcomes` has `sampled`, that is in place of
-    evaluation.
+    Intervals are over seeds (the range of the seeds if there are fewer than six). Columns: arm, label, noise, n,
+    finished, measured, final, low, high, interval, sd, iqm, area, evaluation (held-out reward at the last evaluation)
+    with evaluation_low and evaluation_high, start, best, fall, failed, below_start, collapsed (counts of runs),
+    `judged` (number of finished runs with a start and a final reward, so that it is known whether they failed),
+    `by_seed` and `evaluation_by_seed` (seed -> reward), `collapse_steps`. If `run_outcomes` has `sampled`, the columns
+    of `sampled` take the place of those of `evaluation`.
     """
     runs = run_outcomes(data)
     beside, column = ("sampled", "sampled") if "sampled" in runs else ("evaluation", "held_out")
@@ -118,14 +120,14 @@ def final_rewards(data: StudyData) -> pd.DataFrame:
 
 
 def reward_names(table: pd.DataFrame) -> tuple[str, str]:
-    """What a table of `run_outcomes` or `final_rewards` calls its final reward, and the reward beside it."""
-    measured = set(table["measured"]) - {""}  # of an arm without a reward
+    """Return the names of final reward and of the reward beside it in a table of `run_outcomes` or `final_rewards`."""
+    measured = set(table["measured"]) - {""}  # an arm without a reward has ""
     final = "held-out reward" if measured == {"held out"} else "final reward"
     return final, "sampled" if "sampled" in table else "held out"
 
 
 def start_name(data: StudyData) -> str:
-    """What the `start` of `run_outcomes` is in these runs."""
+    """Return in words what the column `start` of `run_outcomes` is in these runs."""
     held_out, starts = evaluations(data)[0], run_outcomes(data).dropna(subset=["start"]).set_index(_RUN)["start"]
     of_batch = sum(held_out.get(run) != start for run, start in starts.items())
     name = "the mean reward of the first batch" if of_batch == len(starts) else "the held-out reward at step 0"
@@ -133,16 +135,21 @@ def start_name(data: StudyData) -> str:
 
 
 def counts_shown(row: Mapping[Any, Any]) -> list[str]:
-    """The `OUTCOMES` of a row of `final_rewards` as tables and figures show them: "1 of 2" where it cannot be told of
-    all its runs (an unfinished one has not failed yet), "–" where of none."""
+    """Return the `OUTCOMES` of a row of `final_rewards` as tables and figures show them.
+
+    Failed, and ended below the start: "1 of 2" if only 2 of the arm's runs can be judged (an unfinished run has not
+    failed yet), "–" if none can. Collapsed: the number of runs.
+    """
     judged, runs = row["judged"], len(row["by_seed"])
     of = f" of {judged}" if judged < runs else ""
     return [*(f"{row[name]}{of}" if judged else "–" for name in OUTCOMES[:2]), str(row[OUTCOMES[2]])]
 
 
 def evaluations(data: StudyData) -> tuple[dict[Any, float], dict[Any, float]]:
-    """By (arm, seed) the held-out reward at step 0 (where it was evaluated there), and at the last evaluation: of a run
-    that has not finished one after step 0."""
+    """Return two mappings (arm, seed) -> held-out reward: at step 0, if it was evaluated, and at the last evaluation.
+
+    The last evaluation of an unfinished run counts only if it was made after step 0.
+    """
     if data.evals.empty or "reward" not in data.evals:
         return {}, {}
     rows = data.evals.dropna(subset=["reward"]).sort_values("step", kind="stable")

@@ -1,4 +1,4 @@
-"""What n seeds can resolve, and how many seeds a difference needs."""
+"""Statistical power: the smallest difference that n seeds can resolve, and the seeds that a difference needs."""
 
 from bisect import bisect_left
 from functools import lru_cache
@@ -9,12 +9,12 @@ from moe_rl.study.statistics import ALPHA, FEWEST
 
 POWER = 0.8
 MOST = 1000
-"""More pairs than this are not looked for."""
+"""Most pairs that `pairs_needed` considers."""
 
 
 @lru_cache(maxsize=4096)
 def _standardised(n: int, alpha: float) -> float:
-    """Mean over standard deviation that a two-sided paired t-test of n differences finds with `POWER`."""
+    """Return the mean over standard deviation that a two-sided paired t-test of n differences finds with `POWER`."""
     from scipy import optimize, stats
 
     critical = stats.t.ppf(1 - alpha / 2, n - 1)
@@ -31,7 +31,7 @@ def _standardised(n: int, alpha: float) -> float:
 
 
 def resolvable_difference(sd: float, n: int, alpha: float = ALPHA) -> float:
-    """Smallest true mean difference that a two-sided paired t-test of n seeds finds with 80 % power.
+    """Return the smallest true mean difference that a two-sided paired t-test of n seeds finds with 80 % power.
 
     `sd` is the standard deviation of the paired differences (for unpaired arms of equal seed sd s, √2 s).
     Solves  P(|T'| > t_{1-α/2, n-1}) = 0.8  for T' noncentral t with noncentrality δ√n/sd. NaN if n < 2.
@@ -45,8 +45,9 @@ def resolvable_difference(sd: float, n: int, alpha: float = ALPHA) -> float:
 
 
 def fewest_pairs(family: int = 1) -> int:
-    """Fewest pairs with which the exact sign-flip test can pass Holm over `family` comparisons: its least p is
-    2^(1-n), so n with family · 2^(1-n) <= ALPHA, and never below six.
+    """Return the fewest pairs with which the exact sign-flip test can pass Holm over `family` comparisons.
+
+    The least p of the test is 2^(1-n), so this is the smallest n with family · 2^(1-n) <= ALPHA, and never below six.
 
     >>> [fewest_pairs(m) for m in (1, 3, 6, 7, 12)]
     [6, 7, 8, 9, 9]
@@ -58,8 +59,10 @@ def fewest_pairs(family: int = 1) -> int:
 
 
 def pairs_needed(sd: float, difference: float, family: int = 1) -> int | None:
-    """Fewest pairs that find a true difference with 80 % power as the first of `family` by Holm (paired t at ALPHA /
-    family, and not fewer than `fewest_pairs`); None above `MOST`.
+    """Return the fewest pairs that find a true difference with 80 % power as the first of `family` by Holm.
+
+    The test is paired t at ALPHA / family, with not fewer than `fewest_pairs`. None if `MOST` pairs are not
+    enough, if `sd` is not finite, or if `difference` is not above 0.
 
     >>> pairs_needed(0.03, 0.05), pairs_needed(0.08, 0.05), pairs_needed(0.03, 0.05, family=6)
     (6, 23, 8)

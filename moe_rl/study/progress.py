@@ -1,4 +1,4 @@
-"""Progress of one run, by the rows that it writes: as plain lines, in words; and the error that its log ends with."""
+"""Progress of one run, from the rows that the run writes, as plain lines; and the error with which its log ends."""
 
 import re
 import time
@@ -10,7 +10,10 @@ COLD_START_EVERY = 50  # steps of supervised training between lines
 
 @dataclass(kw_only=True)
 class Progress:
-    """Steps done, and what was measured last. Its pace is told from when it `began` its `first_step`."""
+    """Progress of a run: its number of steps done, and the reward and change rate that were measured last.
+
+    The pace is measured from `began`, the time at which the run began the step `first_step`.
+    """
 
     steps: int
     step: int = 0
@@ -20,9 +23,11 @@ class Progress:
     began: float = 0.0
 
     def begin(self, step: int) -> None:
+        """Measure the pace from now on, with `step` as the first step."""
         self.first_step, self.began = step, time.monotonic()
 
     def take(self, row: dict[str, Any]) -> None:
+        """Update the progress from one row that the run wrote."""
         if row["kind"] == "rollout":
             self.reward = None if row["reward"] is None else float(row["reward"])
         elif row["kind"] == "probe":
@@ -31,17 +36,18 @@ class Progress:
             self.step = min(int(row["step"]) + 1, self.steps)
 
     def left(self) -> float | None:
-        """Seconds that it still needs at its pace."""
+        """Return the seconds that the run still needs at its pace; None while the pace is not known."""
         if self.first_step is None or self.step <= self.first_step:
             return None
         return (time.monotonic() - self.began) / (self.step - self.first_step) * (self.steps - self.step)
 
     def latest(self) -> str:
+        """Return the latest reward, the latest change rate and the time left as text."""
         return f"reward {number(self.reward)}, slots changed {percent(self.change)}, {clock(self.left())} left"
 
 
 class Lines(Progress):
-    """Called with every row that a run writes; prints a line per step."""
+    """Progress that prints a line per step; to be called with every row that a run writes."""
 
     def __call__(self, row: dict[str, Any]) -> None:
         self.take(row)
@@ -56,18 +62,20 @@ class Lines(Progress):
             print(f"step {self.step}/{self.steps}: {self.latest()}", flush=True)
 
 
-_RANK = re.compile(r"^\[[a-z]+\d+\]: ?", re.M)  # before each line of a traceback where there are several ranks
-_STEP = re.compile(r"^(?:cold start: )?step \d+/\d+.*\n?", re.M)  # of Lines
-_TORCHRUN = re.compile(r"^[\w.]+\.ChildFailedError:.*\n?", re.M)  # at the end of its traceback; a summary follows
+_RANK = re.compile(r"^\[[a-z]+\d+\]: ?", re.M)  # begins each line of a traceback if there are several ranks
+_STEP = re.compile(r"^(?:cold start: )?step \d+/\d+.*\n?", re.M)  # printed by Lines
+_TORCHRUN = re.compile(r"^[\w.]+\.ChildFailedError:.*\n?", re.M)  # ends the traceback of torchrun; its summary follows
 _ERROR = re.compile(
     r"^moe-rl: error: *(.*)|^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?!Traceback)(\S.*)", re.M
 )
 
 
 def error_in(text: str) -> str:
-    """The first line of the error with which what a run printed ends, "" where it does not: that of `moe-rl: error:`,
-    else an exception. Of ranks under torchrun the first to fail, as the others may fail of that; torchrun's own summary
-    is left out."""
+    """Return the first line of the error with which a run's output ends, "" if it does not end with an error.
+
+    The error is that of `moe-rl: error:`, else an exception. Of several ranks under torchrun, it is that of the first
+    rank to fail, as the others may fail for that reason; torchrun's own summary is left out.
+    """
     *ended, last = _TORCHRUN.split(_STEP.split(_RANK.sub("", text))[-1])
     if found := _ERROR.findall(last):
         return next((ours for ours, _ in reversed(found) if ours), found[-1][1])
@@ -78,7 +86,7 @@ def error_in(text: str) -> str:
 
 
 def clock(seconds: float | None) -> str:
-    """3:05 or 1:02:30; ? where unknown."""
+    """Return seconds as text, 3:05 or 1:02:30; ? for None."""
     if seconds is None:
         return "?"
     minutes, rest = divmod(int(seconds + 0.5), 60)

@@ -1,4 +1,4 @@
-"""The committed tables of a study, and the same study run again elsewhere: another processor is another rounding."""
+"""Comparison of a study's committed tables with repetitions of the study: another processor is another rounding."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -21,11 +21,16 @@ RESULTS = Path("docs") / "results"
 
 
 class ResultsError(ValueError):
-    """Committed tables that are not there or do not fit, or a marker that cannot be read; says where and what to do."""
+    """Error about committed tables that are missing or do not fit, or a marker that cannot be read.
+
+    The message says where, and what to do.
+    """
 
 
 def published_roundings(folder: Path) -> dict[str, Rounding]:
-    """The roundings that a committed `runs.csv` holds, `native` first, each with the comparisons of `comparisons.csv`.
+    """Return the roundings of a committed `runs.csv` by name, in its order, `native` first.
+
+    Each has its runs, and the comparisons of `comparisons.csv` computed from these runs.
 
     Raises ResultsError where the folder has no such tables.
     """
@@ -46,7 +51,7 @@ def published_roundings(folder: Path) -> dict[str, Rounding]:
 
 
 def check_settings(data: StudyData) -> None:
-    """Raises ResultsError where a run has other settings than the study of that name that comes with the package."""
+    """Raise ResultsError if a run has other settings than the study of that name that comes with the package."""
     path = shipped_studies().get(data.name)
     if path is None:
         return
@@ -62,25 +67,29 @@ def check_settings(data: StudyData) -> None:
 
 
 def against_published(data: StudyData, folder: Path, name: str) -> dict[str, pd.DataFrame]:
-    """`roundings` and `variance_components` of a published study and of the same study run again: what becomes of each
-    published conclusion (`conclusions_of`). The runs of `data` are the rounding `name`.
+    """Return the tables `roundings` and `variance_components` of a published study with the same study run again.
 
-    Raises ResultsError where none of the published comparisons has runs here, or runs have other settings than the
+    `roundings` says what becomes of each published conclusion (`conclusions_of`). The runs of `data`, which are the
+    study run again, count as the rounding `name`.
+
+    Raises ResultsError where none of the published comparisons has runs in `data`, or runs have other settings than the
     study of that name.
     """
     check_settings(data)
     both = published_roundings(folder)
     known = [f"{pair.arm} - {pair.other}" for pair in both[NATIVE].pairs]
     for rounding, study in {NATIVE: data, **data.roundings}.items():
-        both[_called(name, rounding)] = Rounding(run_outcomes(study), comparisons(study))
+        both[_rounding_name(name, rounding)] = Rounding(run_outcomes(study), comparisons(study))
     if not {f"{pair.arm} - {pair.other}" for pair in both[name].pairs} & set(known):
         raise ResultsError(f"{folder}: none of its comparisons ({', '.join(known)}) has runs in {data.name}")
     return {"roundings": conclusions_of(both), "variance_components": components_of(both)}
 
 
 def tables_of_repetition(data: StudyData, folder: Path, name: str) -> dict[str, pd.DataFrame]:
-    """`against_published`; no tables where the published study compares no arms, so that no conclusions could survive.
-    Raises ResultsError where nothing of it is published, too."""
+    """Return the tables of `against_published`, or none if the published study compares no arms.
+
+    Raises ResultsError as `against_published` does, and where there is no `folder` of the published study.
+    """
     if not folder.is_dir():
         raise ResultsError(
             f"{folder}: no such folder, and runs called {data.name}_{name} are set beside the committed results of "
@@ -93,32 +102,40 @@ def tables_of_repetition(data: StudyData, folder: Path, name: str) -> dict[str, 
 
 
 def _study_of(folder: Path) -> tuple[str, str]:
-    """The study that committed tables are of, and what it is called where it was run again: NAME of the folder
-    STUDY_NAME, empty for the study's own folder."""
+    """Return the study that committed tables are of, and the name of its repetition.
+
+    The name is NAME of a folder STUDY_NAME, empty for the folder of the study itself.
+    """
     study = json.loads((folder / "env.json").read_bytes())["study"]
     return study, "" if folder.name == study else folder.name.removeprefix(f"{study}_")
 
 
-def _called(name: str, rounding: str) -> str:
-    """What a rounding of the runs in the folder STUDY_NAME is called beside those of the study itself."""
+def _rounding_name(name: str, rounding: str) -> str:
+    """Return the name that a rounding of the runs in a folder STUDY_NAME has beside the roundings of STUDY itself."""
     return f"{name}_{rounding}" if name and rounding != NATIVE else name or rounding
 
 
 def _roundings_of(folder: Path) -> pd.DataFrame:
-    """The table `roundings` of a folder without its pooled rows. A folder STUDY_NAME whose table has no rounding NAME
-    was not set beside the study: its roundings, `native` too, are its own, and called as `_called` says."""
+    """Return the table `roundings` of a folder without the pooled rows.
+
+    If the table of a folder STUDY_NAME has no rounding NAME, the folder was not compared with STUDY: all roundings of
+    the table, also `native`, are then of the folder's own runs and get the names of `_rounding_name`.
+    """
     _, name = _study_of(folder)
     table = pd.read_csv(folder / "roundings.csv")
     table = table[table["rounding"] != "pooled"]
     if name and name not in set(table["rounding"]):
-        table = table.assign(rounding=[_called(name, one) for one in table["rounding"]])
+        table = table.assign(rounding=[_rounding_name(name, one) for one in table["rounding"]])
     return table
 
 
 def repetitions(results: Path, study: str | None = None) -> Iterator[pd.DataFrame]:
-    """The committed comparisons of every repetition of every study, or of one: rows of a table `roundings` with `study`
-    and `folder`. Each rounding of a study once; left out are those with so few pairs that no difference could be
-    resolved (`fewest_pairs`)."""
+    """Yield the committed comparisons of every repetition of all studies, or of one study.
+
+    Each is the rows of one rounding in a table `roundings`, with the columns `study` and `folder`. Each rounding of a
+    study comes once, without `native`; roundings with so few pairs that no difference could be resolved
+    (`fewest_pairs`) are left out.
+    """
     seen = set()
     for file in sorted(results.glob("*/roundings.csv")):
         of, _ = _study_of(file.parent)
@@ -132,9 +149,11 @@ def repetitions(results: Path, study: str | None = None) -> Iterator[pd.DataFram
 
 
 def published_repetitions(results: Path, study: str, arm: str, other: str) -> list[dict[str, object]]:
-    """rounding, n, difference, low, high and verdict of arm - other in the committed tables of `results`: as the
-    study was run first (`native`), then its `repetitions`; empty where it was never compared. A study may have declared
-    the comparison the other way round."""
+    """Return rounding, n, difference, low, high and verdict of arm - other from the committed tables in `results`.
+
+    The study as it was run first (`native`) comes first, then its `repetitions`; the list is empty if the two arms were
+    never compared. The values of a comparison that was declared the other way round are turned round.
+    """
     first = pd.read_csv(results / study / "comparisons.csv").assign(rounding=NATIVE)
     found: list[dict[str, object]] = []
     for row in pd.concat([first, *repetitions(results, study)]).to_dict("records"):
@@ -150,11 +169,11 @@ def published_repetitions(results: Path, study: str, arm: str, other: str) -> li
 
 
 Declared = tuple[str, str, str]
-"""Where a comparison was declared: study, arm, the arm that is taken from it."""
+"""A declared comparison: the study, the arm, and the other arm, whose value is subtracted."""
 
 
 def published_differences(results: Path, declared: Mapping[str, Mapping[str, Declared]]) -> pd.DataFrame:
-    """`published_repetitions` of every comparison under its heading, in order: what `claims_figure` takes."""
+    """Return the `published_repetitions` of every comparison under its heading, in order, for `claims_figure`."""
     return pd.DataFrame(
         {"claim": claim, "comparison": comparison, "study": study, "arm": arm, "other": other, **found}
         for claim, comparisons in declared.items()
@@ -172,23 +191,26 @@ KINDS: dict[str, tuple[str, ...]] = {
     **{f"by_{name}": (name,) for name in ("training", *WEIGHT_FORMATS)},
     **{f"lost_by_{name}": ("training", name) for name in WEIGHT_FORMATS},
 }
-"""What of a run -> its column, and the one that is taken from it. Sampled are responses of the rollout engine, in the
-last steps, held out ones of the training engine; final is the reward that the study compares, best that of the best
-five steps in a row. The others are of `both_engines.csv`: the same last policies, prompts and random numbers by the
-training engine and by copies with weights of these formats."""
+"""Quantity of a run -> its column in the committed tables, and the column that is subtracted from it, if any.
+
+`sampled` is the reward of the rollout engine's responses in the last steps, `held_out` that of the training engine's
+responses; `final` is the reward that the study compares, `best` that of the best five steps in a row. `training` and
+the formats are columns of `both_engines.csv`: rewards of the same last policies, on the same prompts with the same
+random numbers, by the training engine and by copies with weights of these formats."""
 
 
 def published_values(
     results: Path, name: str, of: str = "final", roundings: bool = False, without_failed: bool = False
 ) -> pd.Series:
-    """Of STUDY:ARM the arm's values, of STUDY:ARM:OTHER the paired differences, from the committed `runs.csv`; indexed
-    by the study that it is or repeats, the rounding and the seed.
+    """Return an arm's values (STUDY:ARM) or the paired differences of two arms (STUDY:ARM:OTHER) from `runs.csv`.
 
-    of: see `KINDS`. roundings: those that the study was repeated under, too. without_failed: leave out runs that
-    failed, and of two arms the pairs in which one did.
+    The values are indexed by the study (if STUDY is a repetition, the study that it repeats), the rounding and the
+    seed. of: a quantity of `KINDS`. roundings: include the roundings under which the study was repeated.
+    without_failed: leave out runs that failed and, with two arms, the pairs in which one run failed.
 
     Raises:
-        ResultsError: what no table holds, among it the runs of a rounding of which the comparisons alone are committed.
+        ResultsError: no table holds the values, also where only the comparisons of a rounding are committed and not
+            its runs.
     """
     study, *arms = name.split(":")
     if len(arms) not in (1, 2) or not (results / study / "runs.csv").is_file():
@@ -226,8 +248,10 @@ def published_values(
 
 
 def less_same_seeds(found: pd.Series, other: pd.Series) -> pd.Series:
-    """`published_values` less those of another study, run by run of a rounding and seed that both have. Raises
-    ResultsError where they have none in common."""
+    """Return `published_values` minus those of another study, for each rounding and seed that both have.
+
+    Raises ResultsError where the two have none in common.
+    """
     shared = found.droplevel(0).sub(other.droplevel(0)).dropna()
     if shared.empty:
         raise ResultsError("no run of the same rounding and seed in both studies, so that nothing can be taken away")
@@ -235,17 +259,19 @@ def less_same_seeds(found: pd.Series, other: pd.Series) -> pd.Series:
 
 
 def _without_runs(folder: Path, runs: pd.DataFrame) -> list[str]:
-    """The roundings of a folder's own runs that its table `roundings` has, and `runs` has not."""
+    """Return the roundings of a folder's own runs that are in its table `roundings` but not in `runs`."""
     if not (folder / "roundings.csv").is_file():
         return []
     _, name = _study_of(folder)
     own = [one for one in _roundings_of(folder)["rounding"].unique() if not name or f"{one}_".startswith(f"{name}_")]
-    return [one for one in own if one not in {_called(name, rounding) for rounding in runs["rounding"]}]
+    return [one for one in own if one not in {_rounding_name(name, rounding) for rounding in runs["rounding"]}]
 
 
 def over_seeds(found: pd.Series) -> Interval:
-    """Student's interval of `published_values`, of which a seed counts once: the mean of its repetitions. Raises
-    ResultsError where different studies share seeds: what they share is not independent."""
+    """Return Student's interval of `published_values`, in which each seed counts once, as the mean of its repetitions.
+
+    Raises ResultsError where different studies share seeds: their values are then not independent.
+    """
     seeds = {str(study): set(part.index.get_level_values(2)) for study, part in found.groupby(level=0, sort=False)}
     for one, other in combinations(seeds, 2):
         if shared := sorted(seeds[one] & seeds[other]):

@@ -1,6 +1,7 @@
-"""A plain-words reading of a study, from its numbers by fixed rules; nothing expected is written in here.
+"""Sentences in plain words on the results of a study, made from its numbers by fixed rules.
 
-The rules are printed with the reading (`rules`), so that a reader can check every sentence against a table.
+No expected result is written into this module. The rules are printed with the sentences (`rules`), so that a reader can
+check every sentence against a table.
 """
 
 from collections.abc import Iterator
@@ -19,11 +20,11 @@ from moe_rl.study.statistics import ALPHA, FEWEST, INTEREST, VERDICT_RULES, Verd
 from moe_rl.study.words import Statement, count, listed, minus, probability, span
 
 MANY = 6
-"""With more comparisons than this, those that are not resolved are counted and not told one by one."""
+"""With more comparisons than this, only verdicts "higher" and "lower" are told one by one; the others are counted."""
 
 
 def rules(interest: float = INTEREST) -> list[str]:
-    """The rules in words, one sentence or list item each, as the report and docs/statistics.md print them."""
+    """Return the rules in words, one sentence or list item each, as the report and docs/statistics.md print them."""
     numbers = {"alpha": ALPHA, "interest": f"{interest:g}", "fewest": FEWEST}
     verdicts = [f"“{verdict}”: {rule.format(**numbers)}." for verdict, rule in VERDICT_RULES.items()]
     return [
@@ -48,8 +49,8 @@ def rules(interest: float = INTEREST) -> list[str]:
 
 
 def read(data: StudyData) -> list[Statement]:
-    """All statements that this study's data allow, in the order of the report."""
-    parts = (_runs, _reward, _short, _replay_check, _outcomes, routing_statements, _power, _roundings)
+    """Return all statements that the data of a study allow, in the order of the report."""
+    parts = (_runs, _reward, _short_runs, _replay_check, _outcomes, routing_statements, _power, _roundings)
     return [Statement(topic, minus(text)) for part in parts for topic, text in part(data)]
 
 
@@ -97,8 +98,8 @@ def _reward(data: StudyData) -> Iterator[Statement]:
         yield Statement("Reward", text)
 
 
-def _short(data: StudyData) -> Iterator[Statement]:
-    """Arms with finished runs of fewer steps than final reward is the mean of."""
+def _short_runs(data: StudyData) -> Iterator[Statement]:
+    """Yield a statement on the arms with finished runs that have fewer steps than the final reward is a mean of."""
     runs, sizes = run_outcomes(data), data.rollouts.groupby(["arm", "seed"], observed=True).size()
     ended = runs[runs["finished"].astype(bool) & (runs["measured"] != "held out")].set_index(["arm", "seed"]).index
     arms = dict.fromkeys(run[0] for run in ended if sizes.get(run, FINAL_STEPS) < FINAL_STEPS)
@@ -109,7 +110,7 @@ def _short(data: StudyData) -> Iterator[Statement]:
 
 
 def compare(data: StudyData, pair: Pair) -> str:
-    """A comparison in a sentence: difference, interval, verdict, and p where there is one."""
+    """Return a comparison as a sentence: difference, interval, verdict, and p where there is one."""
     a, b = name_of(data, pair.arm, pair.noise), name_of(data, pair.other, pair.noise)
     one, gap = pair.result, pair.result.difference
     if not one.n:
@@ -128,7 +129,7 @@ def compare(data: StudyData, pair: Pair) -> str:
 
 
 def name_of(data: StudyData, arm: str, noise: float) -> str:
-    """An arm's label where the condition is named already: `natural` is added if that is not its own."""
+    """Return an arm's label for a text on one noise condition; `(natural)` is added under noise if the arm has none."""
     label = str(data.arms["label"][arm])
     return f"{label} (natural)" if noise > 0 and data.arms["noise"][arm] == 0 else label
 
@@ -178,7 +179,7 @@ def _outcomes(data: StudyData) -> Iterator[Statement]:
 
 
 def by_arm(data: StudyData, table: pd.DataFrame, column: str = "failed", counted: str = "judged") -> list[str]:
-    """`GRPO: 3 of 8` of each arm of `final_rewards` that has runs in a column, of those in another."""
+    """Return texts such as `GRPO: 3 of 8`: the runs in `column` of those in `counted`, for each arm that has any."""
     return [
         f"{full_label(data, row['arm'])}: {row[column]} of {row[counted]}"
         for row in table.to_dict("records")
@@ -187,7 +188,7 @@ def by_arm(data: StudyData, table: pd.DataFrame, column: str = "failed", counted
 
 
 def untold(table: pd.DataFrame) -> str:
-    """How many finished runs of `final_rewards` have no reward to begin with, in a sentence; empty if none."""
+    """Return a sentence on how many finished runs of `final_rewards` lack a first or last reward; empty if none."""
     left = int(table["finished"].sum() - table["judged"].sum())
     return (
         f" Of {count(left, 'finished run')} it cannot be told: no reward at step 0, or none at the end." if left else ""
@@ -195,7 +196,7 @@ def untold(table: pd.DataFrame) -> str:
 
 
 def power_sentence(data: StudyData) -> str:
-    """What this n resolves, and what n would resolve the smallest difference of interest."""
+    """Return a sentence on the differences that this n resolves, and the n that would resolve the least of interest."""
     pairs = [pair for pair in comparisons(data) if pair.result.n >= 2]
     least = interest(data)
     if not comparisons(data):
@@ -229,12 +230,13 @@ def power_sentence(data: StudyData) -> str:
 
 
 def _pairs(of: list[Pair]) -> str:
-    """Pairs of each comparison: `8 pairs`, `3 to 8 pairs`."""
+    """Return the number of pairs of each comparison as text: `8 pairs`, `3 to 8 pairs`."""
     fewest, most = min(pair.result.n for pair in of), max(pair.result.n for pair in of)
     return count(most, "pair") if fewest == most else f"{fewest} to {most} pairs"
 
 
 def _ends(values: list[float]) -> str:
+    """Return the smallest and the largest value as text: `0.010 to 0.020`, or one number if both are equal."""
     low, high = f"{min(values):.3f}", f"{max(values):.3f}"
     return low if low == high else f"{low} to {high}"
 

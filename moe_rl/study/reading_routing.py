@@ -1,4 +1,4 @@
-"""What the numbers say of routing: change, noise floor, where the log-ratio comes from, averaging, replay, clipping."""
+"""Sentences on routing: change, noise floor, where the log-ratio comes from, averaging, replay, clipping."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ from moe_rl.study.words import Statement, count, listed, span, two
 
 
 def routing_statements(data: StudyData) -> Iterator[Statement]:
-    """All statements on routing and ratios that the data allow, in the order of the report."""
+    """Yield all statements on routing and ratios that the data allow, in the order of the report."""
     for part in (_change, _floor, _averaging, _replay_variance, _decomposition, _clipping):
         yield from part(data)
 
@@ -102,11 +102,11 @@ def _decomposition(data: StudyData) -> Iterator[Statement]:
         )
     topic = "Where the log-ratio comes from"
     yield Statement(topic, f"After the last update of a step. {'; '.join(found)}.")
-    yield from _lowering(data, topic)
+    yield from _compared_routing_noise(data, topic)
 
 
-def _lowering(data: StudyData, topic: str) -> Iterator[Statement]:
-    """Does a method's training leave less routing noise than another's, or does its ratio only average it?"""
+def _compared_routing_noise(data: StudyData, topic: str) -> Iterator[Statement]:
+    """Yield a statement that compares the routing noise in token log-ratios that training with each method leaves."""
     found = []
     for pair in routing_noise_ratios(data):
         ratio = pair.result.difference.exp()
@@ -138,7 +138,7 @@ def _averaging(data: StudyData) -> Iterator[Statement]:
 
 
 def _by_update(factors: pd.DataFrame, name: str) -> str:
-    """A factor after the first and the last update: range over arms of its medians, and of its ratios of means."""
+    """Return a factor after the first and last update in words: ranges over arms of medians and of ratios of means."""
     return " and ".join(
         f"{span(rows[f'{name}_median'])} ({span(rows[f'{name}_of_means'])}) after {when}"
         for when, rows in _ends(factors)
@@ -146,7 +146,7 @@ def _by_update(factors: pd.DataFrame, name: str) -> str:
 
 
 def _ends(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """The rows of the first update of a step and of every arm's last, each after its name; one where they are one."""
+    """Return (name, rows) of the first update of a step and of every arm's last; one pair if both are the same."""
     first, last = int(rows["update"].min()), last_updates(rows)
     numbers = last["update"].astype(int).unique()
     name = f"update {numbers[0]}" if len(numbers) == 1 else "the last update"

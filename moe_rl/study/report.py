@@ -30,7 +30,7 @@ from moe_rl.study.token_view import token_view_html
 from moe_rl.study.words import by_topic, count, listed, probability
 
 FIRST = "final_reward"
-"""The figure that stands beside the verdict."""
+"""Name of the figure that stands beside the verdict."""
 MAIN_FIGURES = 6
 
 LIMITS = (
@@ -45,8 +45,11 @@ LIMITS = (
 
 
 def draw_study(path: str | Path) -> Path:
-    """All figures of a study into `path`/figures, each drawn once, and `report.html` into the study (or run) folder
-    `path`; returns where that is. The page needs no network; only its token view needs its (inline) script."""
+    """Draw all figures of a study into `path`/figures and write `report.html`; return the path of the page.
+
+    `path` is a study (or run) folder; `report.html` is written into it. Each figure is drawn once. The page needs no
+    network; only its token view needs its (inline) script.
+    """
     data = load(path)
     figures, skipped = drawn_figures(path, data)
     for figure in figures:
@@ -55,7 +58,7 @@ def draw_study(path: str | Path) -> Path:
 
 
 def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequence[str] = ()) -> str:
-    """The page as text; the same runs give the same page. `skipped`: why figures are not there."""
+    """Return the HTML page of a study as text; the same runs give the same page. `skipped`: why figures are missing."""
     filters = {
         "minus": lambda text: text.replace("-", "−"),
         "probability": lambda p: probability(p) if np.isfinite(p) else "–",
@@ -97,8 +100,10 @@ def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequ
 
 
 def _arranged(drawn: Sequence[StudyFigure]) -> dict[str, Any]:
-    """The figures of the page: one beside the verdict, five more, the rest in the appendix; and the sentences that
-    several captions share, once each."""
+    """Return the figures of the page: one beside the verdict, five more, and the rest for the appendix.
+
+    `shared_notes` are the sentences that several captions share, each once.
+    """
     shown = [{"figure": figure, "svg": Markup(inline_svg(figure))} for figure in drawn]
     first = shown[0] if drawn and drawn[0].name == FIRST else None
     rest = shown[1:] if first else shown
@@ -108,6 +113,7 @@ def _arranged(drawn: Sequence[StudyFigure]) -> dict[str, Any]:
 
 
 def _finals(data: StudyData) -> list[dict[str, Any]]:
+    """Return the rows of `final_rewards` with the texts of the page's table."""
     rows = final_rewards(data).to_dict("records")
     for row in rows:
         beside = "sampled" if "sampled" in row else "evaluation"
@@ -138,6 +144,7 @@ def _arms(data: StudyData) -> list[dict[str, Any]]:
 
 
 def _commands(data: StudyData) -> list[tuple[str, str]]:
+    """Return (purpose, command) of the commands that made the runs, and that make the page and its tables again."""
     places = [data.environment] if data.environment.get("command") else [run.environment for run in data.runs]
     recorded = dict.fromkeys(str(place["command"]) for place in places if place.get("command"))
     folder = str(data.folder if data.folder.parts else Path("runs") / data.name)
@@ -149,7 +156,7 @@ def _commands(data: StudyData) -> list[tuple[str, str]]:
 
 
 def _environment(data: StudyData) -> list[tuple[str, str]]:
-    """Every recorded fact, with all its values where runs differ; start times as their range."""
+    """Return every recorded fact of the environments, with all its values where runs differ; start times as a range."""
     values: dict[str, dict[str, None]] = {}
     for start in (start for run in data.runs for start in environments(run.environment)):
         for name, value in flatten(start).items():
@@ -165,6 +172,7 @@ def _environment(data: StudyData) -> list[tuple[str, str]]:
 
 
 def _own_limits(data: StudyData) -> list[str]:
+    """Return sentences on the limits of this study, such as unfinished runs or different starts."""
     found = []
     if (data.arms["noise"] > 0).any():
         found.append(
@@ -177,13 +185,13 @@ def _own_limits(data: StudyData) -> list[str]:
         found.append(f"Unfinished runs are included as far as they got: {runs}.")
     if data.not_started:
         found.append(f"Runs that have not started yet: {', '.join(data.not_started)}.")
-    if _unlike(data, "task_sha256", lambda run: _plain(run.config.get("task"))):
+    if _differing(data, "task_sha256", lambda run: _plain(run.config.get("task"))):
         found.append(
             "The task's problems are not the same in all runs (task_sha256 of the environment): its data or code "
             "changed between them."
         )
     like = "task", "model"
-    apart = _unlike(data, "weights_sha256", lambda run: (run.seed, *(_plain(run.config.get(name)) for name in like)))
+    apart = _differing(data, "weights_sha256", lambda run: (run.seed, *(_plain(run.config.get(name)) for name in like)))
     if seeds := sorted({seed for seed, *_ in apart}):
         found.append(
             "Runs of one seed, task and model did not all begin from the same weights (weights_sha256 of the "
@@ -205,8 +213,8 @@ def _own_limits(data: StudyData) -> list[str]:
     return found + [f"Note from reading the runs: {note}." for note in data.notes]
 
 
-def _unlike(data: StudyData, digest: str, alike: Callable[[Run], Any]) -> list[Any]:
-    """What runs have in common that differ in a digest of their environment."""
+def _differing(data: StudyData, digest: str, alike: Callable[[Run], Any]) -> list[Any]:
+    """Return the keys (`alike` of a run) of all groups of runs that differ in the `digest` of their environment."""
     found: dict[Any, set[str]] = {}
     for run in data.runs:
         found.setdefault(alike(run), set()).add(str(run.environment.get(digest, "")))
@@ -214,7 +222,7 @@ def _unlike(data: StudyData, digest: str, alike: Callable[[Run], Any]) -> list[A
 
 
 def _silence(run: Run) -> str:
-    """Since when an unfinished run wrote nothing, by its file's time."""
+    """Return in words since when an unfinished run has written nothing, by the time of its metrics.jsonl."""
     metrics = run.folder / "metrics.jsonl"
     if not metrics.exists():
         return " (no row)"

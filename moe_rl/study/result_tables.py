@@ -1,4 +1,4 @@
-"""The summary tables of a study, and what its runs were made with: what `moe_rl.study.results` commits."""
+"""The summary tables of a study and the environment of its runs, as `moe_rl.study.results` commits them."""
 
 import json
 import shlex
@@ -28,29 +28,30 @@ from moe_rl.study.summary import change_rates, factor_table, routing_noise_ratio
 from moe_rl.study.token_view import TokenStep, slots_left, stored_steps
 
 DECOMPOSED = ["token_var_weight", "token_var_routing", "token_share_routing", "averaging_routing"]
-"""Of the log-ratio of a probe, after each update: what `decomposed_probes` holds."""
+"""Columns of the table `decomposed_probes`: parts of the log-ratio of a probe, after each update."""
 PLACES = ("--output", "--cold-starts", "--cold_starts")
-"""Options of a command that say where something lies, and change no number."""
+"""Command-line options that say where files lie, and change no number."""
 LOADS = {"below 0.5": 0.0, "0.5 to 1": 0.5, "1 to 2": 1.0, "2 and more": 2.0}
-"""An expert's tokens over the even load of its routing site -> where the class begins."""
+"""Class of load -> where the class begins. Load is an expert's tokens over the even load of its routing site."""
 
 
 def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
-    """The summary tables of a study, by name; those that its runs have no data for are left out.
+    """Return the summary tables of a study by name; tables for which its runs have no data are left out.
 
     - of all studies: final_reward, comparisons, runs (how every run ended), updates (what every run clipped, and its
-      gradient norms), change_rates, factors, volatility (what share of the slots the update forward routed otherwise
-      than the old policy, of all updates; 0 under R2), signals (of the first steps of every run, and how it ended)
+      gradient norms), change_rates, factors, volatility (share of the slots that the update forward routed to another
+      expert than the old policy, over all updates; 0 under R2), signals (of the first steps of every run, and how the
+      run ended)
     - with other roundings: roundings, variance_components; runs, signals and updates have the runs of each
     - where the log-ratio was split: decomposition, routing_noise, decomposed_probes (each probe's parts)
     - with a rollout engine: engines; with engines of several formats: precision
     - where arms are of several sizes: sizes, power_laws; of several learning rates: rate_exponents
     - where routes were predicted: predictions, of each rounding
     - where gradients were compared: gradients; where tokens were kept: design_effect (both medians over probes)
-    - where routes were kept: effective_routes, and with tokens change_by_load; where loads were: balance
+    - where routes were kept: effective_routes, and with tokens change_by_load; where loads were kept: balance
     - with responses of several versions of the weights: versions
 
-    Columns as in the functions that make them, with labels and conditions beside the names.
+    The columns are those of the functions that make the tables, with labels and conditions beside the names of arms.
     """
     finals = final_rewards(data)
     inner = ("judged", "by_seed", "collapse_steps")
@@ -124,8 +125,12 @@ def seed_means(
     geometric: Sequence[str] = (),
     interval: Callable[[Numbers], Interval] = seed_interval,
 ) -> pd.DataFrame:
-    """Mean over seeds of these columns, by default of all but the keys, with its interval in `_low` and `_high`; those
-    of `geometric` by logarithms. `n` seeds; `_n` those with a value, where they are fewer."""
+    """Return the means over seeds of the columns `names`, for each group of rows with equal `keys`.
+
+    By default, `names` are all columns but the keys and `seed`. The interval of a mean is in `_low` and `_high`;
+    columns of `geometric` get the geometric mean. `n` is the number of seeds; `_n` is the number of seeds that have a
+    value in the column, if smaller.
+    """
     names = names or [str(name) for name in table if name not in (*keys, "seed")]
     rows = []
     for key, part in table.groupby(keys, sort=False):
@@ -133,18 +138,19 @@ def seed_means(
         for name in names:
             found = (geometric_interval if name in geometric else interval)(part[name].to_numpy(dtype=float))
             row |= found.columns(name, f"{name}_")
-            if found.n != row["n"]:  # some seeds have no such value
+            if found.n != row["n"]:  # some seeds have no value in this column
                 row[f"{name}_n"] = found.n
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def effective_routes(data: StudyData) -> pd.DataFrame:
-    """How much of their routing capacity runs use: by arm and seed, of the last policy whose routes were kept,
-    on the tokens of its probe, prompts included, live routing: `step`, `tokens`, `effective_sets` (of K experts) and
-    `effective_experts`, exp of the entropy of their use, mean over sites.
+    """Return how much of their routing capacity runs use: one row per arm and seed.
 
-    Every arm's probe has as many responses; sets are compared on the first tokens, as many as the shortest has.
+    Columns: arm, seed, `step`, `tokens`, `effective_sets` (of K experts) and `effective_experts`: exp of the entropy of
+    their use, mean over sites. Measured on the last policy whose routes were kept, with live routing, on the tokens of
+    its probe, prompts included. Every arm's probe has equally many responses; sets and experts are counted on the first
+    tokens, as many as the shortest probe has.
     """
     from moe_rl.routing import effective_sets, expert_load, load_entropy  # torch, which most of a study does without
     from moe_rl.training.route_tables import read_route_table
@@ -154,9 +160,9 @@ def effective_routes(data: StudyData) -> pd.DataFrame:
     def routed(path: object) -> tuple[Any, int]:
         routes = read_route_table(str(path))
         ids = routes.ids.flatten(0, 1)
-        return ids[(ids >= 0).all(-1).all(-1)], int(np.max(routes.num_experts))  # one number, or one of each site
+        return ids[(ids >= 0).all(-1).all(-1)], int(np.max(routes.num_experts))  # one number, or one per site
 
-    most = min((len(routed(row.path)[0]) for row in last), default=0)  # read twice: never two runs' routes in memory
+    most = min((len(routed(row.path)[0]) for row in last), default=0)  # read twice: only one run's routes in memory
     rows = []
     for row in last:
         ids, number = routed(row.path)
@@ -175,12 +181,15 @@ def effective_routes(data: StudyData) -> pd.DataFrame:
 
 
 def change_by_load(data: StudyData) -> pd.DataFrame:
-    """By arm, seed and class of load (`load`), over the stored responses of all steps, old policy against the policy
-    after the last update, both routed live:
+    """Return the share of slots whose expert changes, by arm, seed and class of load (`load`).
+
+    The old policy is compared with the policy after the last update, both routed live, over the stored responses of all
+    steps. Columns:
 
     - `experts`: share of the experts that are in the class
     - `slots`: share of the slots that these experts had under the old policy
-    - `slot_change`: share of those that are another expert's now; 0 to 1, NaN for a class without slots
+    - `slot_change`: share of those slots that another expert has after the last update; 0 to 1, NaN for a class without
+      slots
 
     Load is counted on the same response tokens under the old policy, by routing site and step. Empty where no routes
     were stored.
@@ -201,7 +210,7 @@ def change_by_load(data: StudyData) -> pd.DataFrame:
 
 
 def _counted_by_load(stored: TokenStep) -> np.ndarray:
-    """Of one step: experts, slots, and slots left, by class of load."""
+    """Return the counts [3, classes of load] of one step: experts, slots, and slots that were left."""
     old, new = (stored.all_experts(update) for update in (0, stored.updates[-1]))
     routed = np.broadcast_to(((old >= 0) & (new >= 0)).all(-1, keepdims=True), old.shape)
     left = slots_left(old, new)
@@ -217,10 +226,13 @@ def _counted_by_load(stored: TokenStep) -> np.ndarray:
 
 
 def update_outcomes(data: StudyData) -> pd.DataFrame:
-    """One row per run: of the tokens of all updates the share that the clip took out of the gradient (`clipped`), and
-    of those the share at its lower end (`clipped_low`, NaN without any); `grad_norm` (median), `grad_norm_largest`; of
-    predicted routes `predictor_kl` and `predictor_kl_unmoved` (means); of engine corrections the mean weight of a token
-    over updates, and the shares of all updates' tokens that were dropped and truncated."""
+    """Return one row per run with the share of clipped tokens and the gradient norms of its updates.
+
+    `clipped`: share of the tokens of all updates that the clip took out of the gradient; `clipped_low`: share of these
+    at the lower end of the clip range (NaN without any); `grad_norm` (median), `grad_norm_largest`. With predicted
+    routes: `predictor_kl` and `predictor_kl_unmoved` (means). With engine corrections: `correction_weight`, the mean
+    weight of a token over updates, and `correction_dropped` and `correction_truncated`, shares of all updates' tokens.
+    """
     rows, keys = data.updates, ["arm", "seed"]
     of_run = rows.groupby(keys, sort=False, observed=True)
     found = of_run["grad_norm"].agg(grad_norm="median", grad_norm_largest="max")
@@ -237,9 +249,11 @@ def update_outcomes(data: StudyData) -> pd.DataFrame:
 
 
 def predicted_shares(data: StudyData) -> pd.DataFrame:
-    """How well routes were predicted: one row per run with `predictor_kl` over `predictor_kl_unmoved`, both summed over
-    updates: of all RL steps, of the first ten (`early`) and of those after them (`later`). Below 1 a prediction is
-    nearer to what the routers say in an update than what they said when the batch was scored. NaN without such steps.
+    """Return how well routes were predicted: one row per run with `predictor_kl` over `predictor_kl_unmoved`.
+
+    Both are summed over updates: of all RL steps (`all`), of the first ten (`early`) and of the later ones (`later`).
+    Below 1, the prediction is nearer to the router outputs in an update than the router outputs at the time when the
+    batch was scored. NaN without such steps.
     """
     rows = data.updates[data.updates["predictor_kl"].notna()]
     early = rows["step"] < 10
@@ -251,8 +265,10 @@ def predicted_shares(data: StudyData) -> pd.DataFrame:
 
 
 def rate_exponents(data: StudyData) -> pd.DataFrame:
-    """Change rate = a (learning rate)^b, by update and unit: `exponent` b with its interval over seeds (`power_law`),
-    rates pooled over the probes of a run. Empty unless every arm has a learning rate of its own, at least three.
+    """Return the exponents b of the power law change rate = a (learning rate)^b, by update and unit.
+
+    `exponent` is b, with its interval over seeds (`power_law`); rates are pooled over the probes of a run. Empty unless
+    every arm has a learning rate of its own and there are at least three.
     """
     learning = {run.arm: float(section(run.config, "optim").get("learning_rate", np.nan)) for run in data.runs}
     if len(set(learning.values())) < max(FEWEST, len(learning)) or data.probes.empty:
@@ -268,8 +284,11 @@ def rate_exponents(data: StudyData) -> pd.DataFrame:
 
 
 def _balance(data: StudyData) -> pd.DataFrame:
-    """By arm and seed: `max_vio` of the last probe, live routing, mean over sites; `trained_max_vio` of the forwards
-    that were trained on (replayed routes under replay), mean over sites and updates."""
+    """Return `max_vio` and `trained_max_vio` by arm and seed.
+
+    `max_vio` is that of the last probe, with live routing, mean over sites; `trained_max_vio` is that of the forwards
+    that were trained on (replayed routes under replay), mean over sites and updates.
+    """
     keys = ["arm", "seed"]
     last = data.probes.sort_values(["step", "update"]).groupby(keys, sort=False).last()
     live = last["site_max_vio"].map(lambda sites: float(np.nanmean(np.asarray(sites, dtype=float))))
@@ -278,7 +297,7 @@ def _balance(data: StudyData) -> pd.DataFrame:
 
 
 def environment_of(data: StudyData) -> dict[str, Any]:
-    """What the runs were made with: what all share, and under `by_run` those in which they differ."""
+    """Return the environment of the runs: what all runs share and, under `by_run`, the facts in which runs differ."""
     environments = {run.name: flatten(run.environment) for run in data.runs}
     names = dict.fromkeys(
         name for values in environments.values() for name in values if name not in ("started", "command")
@@ -297,8 +316,10 @@ def environment_of(data: StudyData) -> dict[str, Any]:
 
 
 def _published(command: str) -> str:
-    """A command without the places of one machine: of absolute paths the name of the file is left; where results and
-    cold starts lie (`PLACES`), which changes no number, is left out with its option.
+    """Return a command without the places of one machine.
+
+    Of an absolute path, only the name of the file is left. If the path is the value of an option of `PLACES` (where
+    results and cold starts lie, which changes no number), it is left out together with the option.
 
     >>> _published("/opt/bin/moe-rl study /home/me/own.yaml --output /data/runs --seeds 0 1")
     'moe-rl study own.yaml --seeds 0 1'

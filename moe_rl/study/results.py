@@ -37,11 +37,11 @@ from moe_rl.study.words import csv_text, markdown_table, minus, probability
 
 
 def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
-    """Write the tables of the study folder `path` and its `env.json` into `to`/STUDY; returns the files written.
+    """Write the tables of the study folder `path` and its `env.json` into `to`/STUDY; return the files written.
 
-    Tables of an earlier version that the runs have no data for any more are removed. Raises ResultsError for a study
-    with unfinished runs, its repetitions included: published numbers are of whole studies; and for a study run again,
-    STUDY_NAME, of which `to`/STUDY is not there.
+    Earlier tables for which the runs have no data any more are removed. Raises ResultsError for a study with unfinished
+    runs, also in its repetitions, since published numbers are of whole studies; and for a study run again, STUDY_NAME,
+    if there is no folder `to`/STUDY.
     """
     data = load(path)
     left = _left_to_run(data)
@@ -50,7 +50,7 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
         raise ResultsError(
             f"{path}: {len(left)} runs are not finished ({', '.join(left[:5])}). Finish the study first."
         )
-    folder = Path(to) / Path(os.path.abspath(path)).name  # by its own name, be it a link
+    folder = Path(to) / Path(os.path.abspath(path)).name  # the name as given, also of a link
     name = folder.name.removeprefix(f"{data.name}_")
     beside = {} if name == folder.name else tables_of_repetition(data, Path(to) / data.name, name)
     tables = result_tables(data) | beside
@@ -69,7 +69,7 @@ def _left_to_run(data: StudyData) -> list[str]:
 
 DIGITS = {"runs": "%.10g"}  # tests compare sums of rewards: ties must stay ties
 OF_SCRIPTS = ("both_engines", "engine_rewards", "rounding_costs", "windows")
-"""Tables that other scripts make: analysis/both_engines.py, of last policies, and analysis/windows.py."""
+"""Tables that scripts make and `write_results` keeps: analysis/both_engines.py (last policies), analysis/windows.py."""
 
 Column = Callable[[dict[str, Any]], str]
 
@@ -79,12 +79,12 @@ def _column(name: str, text: Callable[[Any], str] = str) -> Column:
 
 
 def _texts(*headings: str) -> dict[str, Column]:
-    """Columns as they are, under their own names, with spaces for underscores."""
+    """Return columns that show values unchanged, under the names of the table with spaces for underscores."""
     return {heading: _column(heading.replace(" ", "_")) for heading in headings}
 
 
 def _interval(form: str, name: str, low: str = "", high: str = "", factor: int = 1) -> Column:
-    """An estimate with its interval: columns `name`, `low` and `high`, by default `name`_low and `name`_high."""
+    """Return a column that shows `name` with the interval `low` to `high`, by default `name`_low to `name`_high."""
 
     def cell(row: dict[str, Any]) -> str:
         value, *ends = (factor * row[column] for column in (name, low or f"{name}_low", high or f"{name}_high"))
@@ -101,7 +101,7 @@ def _percent(name: str, digits: int = 1) -> Column:
 
 
 def _probability_of_verdict(row: dict[str, Any]) -> str:
-    """The p, after Holm, that its verdict stands on: of no difference, or, where there is none of interest, of one."""
+    """Return the Holm-adjusted p behind the verdict: of equivalence for that verdict, else of the sign-flip test."""
     p = row["p_equivalent_adjusted" if row["verdict"] == Verdict.EQUIVALENT else "p_adjusted"]
     return _probability(p)
 
@@ -208,7 +208,7 @@ PAGES: dict[str, dict[str, Column]] = {
     },
     "rate_exponents": {**_texts("of", "update", "seeds"), "exponent": _interval("+.2f", "exponent", "low", "high")},
 }
-"""Columns of a page's table: heading -> text of a row of the CSV. A table that is not here shows all its columns."""
+"""Table -> its columns on a page: heading -> text from a row of the CSV. Tables not listed show all their columns."""
 IF_HELD_OUT: dict[str, tuple[str, Column]] = {
     "arm": ("arm", _column("label")),
     "final reward": ("held-out reward", _interval(".2f", "final", "low", "high")),
@@ -216,7 +216,7 @@ IF_HELD_OUT: dict[str, tuple[str, Column]] = {
     "Δ final reward": ("Δ held-out reward", _interval("+.3f", "difference", "low", "high")),
     "Δ held out": ("Δ as sampled in training", _interval("+.3f", "sampled_difference", "sampled_low", "sampled_high")),
 }
-"""What stands in place of some of them where the study declares `outcome: held_out`."""
+"""Heading of `PAGES` -> heading and column in its place where the study declares `outcome: held_out`."""
 
 _MARKER = re.compile(
     r"(?P<marker><!-- table: (?P<study>[^/\s]+)/(?P<name>\w+)(?P<folded>, folded)? -->\n)(?P<body>.*?)<!-- end -->",
@@ -231,8 +231,8 @@ def _plain(value: Any) -> str:
 
 
 def _beside(table: pd.DataFrame, keys: list[str], by: str, cells: dict[str, Column]) -> pd.DataFrame:
-    """A table with one row for each of `keys`, and the cells of each value of `by` beside each other; a heading has
-    that value in its braces."""
+    """Return a table with one row for each combination of `keys`, and the cells of all values of `by` side by side.
+    A heading has the value of `by` in its braces."""
     wide = table[keys].drop_duplicates().set_index(keys)
     for heading, cell in cells.items():
         for value, part in table.groupby(by, sort=False):
@@ -246,13 +246,13 @@ _window = _interval(".2f", "reward")
 
 
 def _judged(row: dict[str, Any], between: str = ", ") -> str:
-    """A difference, and its verdict where it has one."""
+    """Return a difference as text, with its verdict where it has one."""
     verdict = row["verdict"]
     return _difference(row) + (f"{between}{verdict}" if pd.notna(verdict) and verdict else "")
 
 
 def _by_rounding(table: pd.DataFrame) -> pd.DataFrame:
-    """The table `roundings` as pages show it: one row for each comparison, its roundings beside each other."""
+    """Return the table `roundings` as pages show it: one row for each comparison, with its roundings side by side."""
     pairs = table["arm"] + " − " + table["other"]
     n = table.groupby(pairs)["n"].agg(lambda n: ", ".join(map(str, n.unique())))
     table = table.assign(difference_of=pairs, n=pairs.map(n))
@@ -262,7 +262,7 @@ def _by_rounding(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _conclusions(table: pd.DataFrame) -> Iterator[str]:
-    """The table `roundings` as lines for a terminal."""
+    """Yield the table `roundings` as lines for a terminal."""
     width = table["rounding"].str.len().max()
     for (arm, other), part in table.groupby(["arm", "other"], sort=False):
         yield f"{arm} − {other}: {part['survival'].iloc[0]}"
@@ -270,7 +270,7 @@ def _conclusions(table: pd.DataFrame) -> Iterator[str]:
 
 
 def _by_steps(table: pd.DataFrame) -> pd.DataFrame:
-    """The table `early_warning` as pages show it: the steps after which a signal was read beside each other."""
+    """Return the table `early_warning` as pages show it: the steps after which a signal was read are side by side."""
     cells = {
         "area under ROC, {} steps": _interval(".2f", "auc"),
         **({"the same within an arm, {} steps": _interval(".2f", "within")} if "within" in table else {}),
@@ -280,7 +280,7 @@ def _by_steps(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _costs_by_rounding(table: pd.DataFrame) -> pd.DataFrame:
-    """The table `rounding_costs` as pages show it: of what rounding costs, its roundings beside each other."""
+    """Return the table `rounding_costs` as pages show it: only the rows of costs, with the roundings side by side."""
     table = table[table["of"].str.startswith("lost_by_")]
     rounded, pairs = table["of"].str.removeprefix("lost_by_"), table["arm"] + " − " + table["other"]
     table = table.assign(**{"rounded to": rounded, "difference of": pairs})
@@ -288,7 +288,7 @@ def _costs_by_rounding(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _engine_rewards(table: pd.DataFrame) -> pd.DataFrame:
-    """The table `engine_rewards` as pages show it: every reward with its interval."""
+    """Return the table `engine_rewards` as pages show it: every reward with its interval."""
     names = [name for name in table if f"{name}_low" in table]
     for name in names:
         column = _interval(".3f", str(name))
@@ -309,7 +309,7 @@ WIDE: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
         table, ["arm", "level", "n"], "update", {"routing, %, update {}": _percent("routing", 0)}
     ),
 }
-"""Tables that pages show in another shape than the CSV has."""
+"""Table -> function that gives it the shape on pages, for tables that have another shape there than in the CSV."""
 
 
 def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
@@ -317,7 +317,7 @@ def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def markdown(name: str, table: pd.DataFrame) -> str:
-    """A summary table as a Markdown table, with the columns that pages show."""
+    """Return a summary table as a Markdown table, with the columns that pages show."""
     if name in WIDE:
         table = WIDE[name](table)
     columns = PAGES.get(name) or {str(column): _column(str(column), _plain) for column in table}
@@ -327,7 +327,7 @@ def markdown(name: str, table: pd.DataFrame) -> str:
 
 
 def fill(text: str, results: str | Path = RESULTS) -> str:
-    """A page with the tables between its markers made anew from the CSV files in `results`.
+    """Return the text of a page with the tables between its markers made anew from the CSV files in `results`.
 
     Raises ResultsError for a marker without an end or of another form, and for one that names a missing table.
     """
@@ -359,7 +359,7 @@ def fill(text: str, results: str | Path = RESULTS) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`write DIR...`, `against DIR...`, `fill PAGE...` or `check PAGE...`; returns the exit status."""
+    """Run `write DIR...`, `against DIR...`, `fill PAGE...` or `check PAGE...`; return the exit status."""
     verb, names = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if verb not in ("write", "against", "fill", "check") or not names or any(name.startswith("-") for name in names):
         print(__doc__, file=sys.stderr)

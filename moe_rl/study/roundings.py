@@ -1,7 +1,8 @@
-"""The same study under other CPU kernels: how much of the scatter is seed, rounding and the rest; what still holds.
+"""Comparison of runs of one study under several CPU kernels: components of the scatter, and verdicts that still hold.
 
-Other kernels round otherwise, and a cold start of some hundred updates carries that into other weights. The runs lie in
-`rounding_<name>` beside the study's own arms (`StudyData.roundings`); the study's own runs are called `native`.
+The components are seed, rounding and the rest. Other kernels round differently, and a cold start of some hundred
+updates turns the difference into other weights. The runs under other kernels lie in `rounding_<name>` beside the
+study's own arms (`StudyData.roundings`); the study's own runs are called `native`.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,12 +40,12 @@ SURVIVAL_RULES = {
     Survival.NO_CLAIM: "there was no such verdict to begin with",
     Survival.UNTESTED: "no other rounding has pairs of these arms",
 }
-"""Survival -> when it is said; to be read after its name and a colon."""
+"""Survival -> the condition for it, worded to follow its name and a colon."""
 
 
 @dataclass(frozen=True)
 class Components:
-    """Variances of a value[seed, rounding] = mean + seed + rounding + residual, all independent."""
+    """Components of variance of a value[seed, rounding] = mean + seed + rounding + residual, all independent."""
 
     mean: float
     seeds: int
@@ -55,10 +56,11 @@ class Components:
 
 
 def components(values: np.ndarray) -> Components:
-    """Components of variance of values [seeds, roundings] without gaps, by the analysis of variance of two crossed
-    random factors without repetition (Searle, Casella, McCulloch 1992, ch. 4): with the mean squares MS,
-    residual = MS_res, seed = (MS_seed - MS_res) / roundings, rounding = (MS_rounding - MS_res) / seeds, each at
-    least 0. NaN with fewer than two of either.
+    """Return the components of variance of values [seeds, roundings] without gaps.
+
+    By the analysis of variance of two crossed random factors without repetition (Searle, Casella, McCulloch 1992, ch.
+    4): with the mean squares MS, residual = MS_res, seed = (MS_seed - MS_res) / roundings, rounding = (MS_rounding -
+    MS_res) / seeds, each at least 0. NaN with fewer than two seeds or fewer than two roundings.
 
     >>> components(np.array([[1.0, 1.0], [3.0, 3.0]]))
     Components(mean=2.0, seeds=2, roundings=2, seed=2.0, rounding=0.0, residual=0.0)
@@ -84,15 +86,18 @@ class Rounding:
 
 
 def of_each_rounding(data: StudyData, table: Callable[[StudyData], pd.DataFrame]) -> pd.DataFrame:
-    """A table of runs; with other roundings also theirs, told apart by the column `rounding`."""
+    """Return a table of a study's runs; under several roundings, the runs of all of them with a column `rounding`."""
     own = table(data)
     others = [table(study).assign(rounding=name) for name, study in data.roundings.items()]
     return pd.concat([own.assign(rounding=NATIVE), *others], ignore_index=True) if others else own
 
 
 def same_kernels(data: StudyData) -> dict[str, list[str]]:
-    """Rounding -> its runs that had the kernels of the native run of their arm and seed, by `kernels` of `env.json`:
-    they repeat that run, and say nothing of rounding. On a cluster of several processors that can be."""
+    """Return rounding -> names of its runs that had the same kernels as the native run of their arm and seed.
+
+    Kernels are those of `kernels` in `env.json`. Such a run repeats the native run and says nothing about rounding; it
+    can occur on a cluster of several processors.
+    """
     native = {run.name: run.environment.get("kernels") for run in data.runs}
     found = {
         name: [run.name for run in study.runs if native.get(run.name) == run.environment.get("kernels", "")]
@@ -102,6 +107,7 @@ def same_kernels(data: StudyData) -> dict[str, list[str]]:
 
 
 def _roundings(data: StudyData) -> dict[str, Rounding]:
+    """Return `native` and the other roundings of a study by name, without those of `same_kernels`."""
     same = same_kernels(data)
     studies = {NATIVE: data, **{name: study for name, study in data.roundings.items() if name not in same}}
     return {name: Rounding(run_outcomes(study), comparisons(study)) for name, study in studies.items()}
@@ -109,19 +115,20 @@ def _roundings(data: StudyData) -> dict[str, Rounding]:
 
 @per_study
 def component_table(data: StudyData) -> pd.DataFrame:
-    """`components_of` a study's roundings; empty without others."""
+    """Return `components_of` the roundings of a study but those of `same_kernels`; empty if only `native` is left."""
     return components_of(_roundings(data))
 
 
 @per_study
 def conclusion_table(data: StudyData) -> pd.DataFrame:
-    """`conclusions_of` a study's roundings; empty without others."""
+    """Return `conclusions_of` the roundings of a study but those of `same_kernels`; empty if only `native` is left."""
     return conclusions_of(_roundings(data))
 
 
 def components_of(roundings: Mapping[str, Rounding]) -> pd.DataFrame:
-    """Components of variance of every arm's final reward and of every comparison's paired difference, over the seeds
-    that finished in every rounding that has the arm.
+    """Return components of variance of every arm's final reward and of every comparison's paired difference.
+
+    Used are the seeds that finished in every rounding that has the arm.
 
     Columns: what ("arm", "difference"), name, mean, seeds, roundings, and the standard deviations sd_seed (what a seed
     has in common in all roundings: its prompts, its sampling, what is left of its cold start), sd_rounding (what a
@@ -147,9 +154,12 @@ def components_of(roundings: Mapping[str, Rounding]) -> pd.DataFrame:
 
 
 def conclusions_of(roundings: Mapping[str, Rounding]) -> pd.DataFrame:
-    """Every comparison of `native` under every rounding: arm, other, rounding, n, difference, low, high, interval,
-    verdict, and `survival` of the native verdict. Rounding "pooled": a seed's mean difference over the roundings, over
-    the seeds that all of them have. Each rounding is a family of its own. Empty with one rounding."""
+    """Return a table with every comparison of `native` under every rounding, and what became of its verdict.
+
+    Columns: arm, other, rounding, n, difference, low, high, interval, verdict, and `survival` of the native verdict.
+    The rounding "pooled" has each seed's mean difference over the roundings, for the seeds that all roundings have.
+    Each rounding is a family of its own. Empty with one rounding.
+    """
     columns = ["arm", "other", "rounding", "n", "difference", "low", "high", "interval", "verdict", "survival"]
     results = {name: {(p.arm, p.other): p.result for p in one.pairs if p.result.n} for name, one in roundings.items()}
     rows = []
@@ -169,7 +179,7 @@ def conclusions_of(roundings: Mapping[str, Rounding]) -> pd.DataFrame:
 
 
 def survival(native: Comparison, others: list[Comparison]) -> Survival:
-    """What `SURVIVAL_RULES` say of a comparison and its repetitions under other roundings."""
+    """Return what became of a comparison's verdict in its repetitions under other roundings, by `SURVIVAL_RULES`."""
     if not native.claims:
         return Survival.NO_CLAIM
     if not others:
@@ -181,7 +191,7 @@ def survival(native: Comparison, others: list[Comparison]) -> Survival:
 
 
 def on_its_side(claim: Verdict, mean: float, interest: float) -> bool:
-    """Whether a mean difference is on the side of the difference of interest that a verdict which `claims` says."""
+    """Return whether a mean difference is on the side of the difference of interest that the verdict `claim` states."""
     least = interest * (1 - TIE)
     if claim == Verdict.EQUIVALENT:
         return bool(abs(mean) < least)

@@ -1,4 +1,4 @@
-"""One run: its folder, its environment, its end. Training itself is `moe_rl.training`."""
+"""The execution of one run: checks before it, its folder, its environment, its end. Training is `moe_rl.training`."""
 
 import dataclasses
 import os
@@ -36,7 +36,7 @@ from moe_rl.yaml_files import parse_yaml
 
 PACKAGES = ("moe_rl", "torch", "transformers", "accelerate", "numpy", "pandas", "pyarrow", "matplotlib", "scipy")
 SHOWN = 16
-"""Problems of each split by which a task is known again."""
+"""Number of problems of each split by which a changed task is recognised."""
 
 
 def run_one(
@@ -46,15 +46,15 @@ def run_one(
     listener: Callable[[dict[str, Any]], None] | None = None,
     command: str = "",
 ) -> None:
-    """Run one arm and seed in `folder`, or finish what was begun there. Does nothing if it is done.
+    """Run one arm and seed in `folder`, or finish the run that was begun there. Does nothing if the run is done.
 
     Raises:
         ValueError: the configuration cannot run.
-        ModelError, EngineError: not on this machine.
+        ModelError, EngineError: the model or the rollout engine cannot run on this machine.
         ConfigError: the folder holds a run of another configuration, or of a task whose data or code changed since, or
             a damaged one (DamagedRunError).
         InUseError: another process runs in the folder.
-        DistributedError: other processes than the configuration asks for, or ranks that disagree.
+        DistributedError: there are other processes than the configuration asks for, or ranks disagree.
     """
     place = Path(folder).expanduser()
     if config.model.path is None:
@@ -73,7 +73,7 @@ def run_one(
         check_shares(config, ranks.size)
         lock.enter_context(sole_writer(place, command))
         sweep(place)
-        if not check_folder(config, place):  # done meanwhile
+        if not check_folder(config, place):  # another process has done it meanwhile
             return False
         goes_on = settle(place) is not None
         before = begun_under(place, about) if goes_on else {}
@@ -102,17 +102,19 @@ def run_one(
         train(config, place, cache_dir, listen)
         if ranks.main:
             write_done(place, seconds=round(time.time() - started, 1))
-        ranks.agree("the end", "done")  # no rank leaves before: launchers stop the others if one fails on its way out
+        ranks.agree("the end", "done")  # no rank exits earlier: launchers stop the others if one fails at exit
 
 
 def check_here(config: RunConfig) -> str:
-    """Refuse what this machine or installation lacks, or the model or engine, as far as that is known without loading
-    them, before anything is written. Returns what `check_task` does.
+    """Raise an error, before anything is written, if this machine or installation lacks something that a run needs.
+
+    Also if the model or the engine lacks something, as far as that is known without loading them. Returns the digest of
+    `check_task`.
 
     Raises:
-        ValueError: the tiny model has no such sites.
+        ValueError: the tiny model does not have the sites of `method.keep_sites`.
         ModelError: see `moe_rl.policy.models.check_machine`.
-        EngineError: the same of the rollout engine.
+        EngineError: the same for the rollout engine.
         TrackerError: the tracker's package is missing.
         TaskError: the task gives no problem or no reward.
     """
@@ -127,26 +129,33 @@ def check_here(config: RunConfig) -> str:
 
 
 def check_task(config: RunConfig) -> str:
-    """One problem of each split, judged: what cannot work is found before the first step. Returns a digest of what is
-    asked: of the task's `identity`, and of a few problems; empty where they are others each time. Raises TaskError."""
+    """Judge one problem of each split, so that a task that cannot work is found before the first step.
+
+    Returns a digest of the task's `identity` and of a few problems; empty if the problems differ each time. Raises
+    TaskError.
+    """
     task = make_task(config.task)
     for held_out in (False, True):
         problem = problems_of(task, random.Random(0), 1, held_out)[0]
         with user_code(task, "reward", problem, problem.answer, config.task.verifier_seconds):
             checked_reward(task.reward(problem, problem.answer))
-    asked = _asked(task)
-    return sha256_of_bytes(asked.encode()) if asked == _asked(task) else ""
+    asked = _task_text(task)
+    return sha256_of_bytes(asked.encode()) if asked == _task_text(task) else ""
 
 
-def _asked(task: Any) -> str:
+def _task_text(task: Any) -> str:
+    """Return the task's `identity` and `SHOWN` problems of each split as text."""
     problems = [p for held_out in (False, True) for p in problems_of(task, random.Random(0), SHOWN, held_out)]
     shown = [(p.prompt, p.messages, p.answer if isinstance(p.answer, str) else "") for p in problems]
     return repr([getattr(task, "identity", ""), *shown])
 
 
 def check_folder(config: RunConfig, folder: Path) -> bool:
-    """True if there is work left to do in `folder`. Raises ConfigError if it belongs to another configuration or is
-    named for another seed, DamagedRunError if it has lost some of what was written there."""
+    """Return True if there is work left to do in `folder`.
+
+    Raises ConfigError if the folder belongs to another configuration, is named for another seed, or is not empty and
+    holds no run; DamagedRunError if the folder has lost some of what was written there.
+    """
     named = seed_of(folder)
     if named not in (None, config.seed):
         raise ConfigError(
@@ -176,19 +185,24 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
 
 
 def _free_differ(stored: Path, config: RunConfig) -> bool:
-    """Whether the run goes on with other settings of those that change no number (`FREE`)."""
+    """Return whether the stored configuration differs from `config` in settings that change no number (`FREE`)."""
     then = with_defaults(parse_yaml(stored.read_bytes()), config)
     return any(then.get(name) != now for name, now in plain(config).items() if name in FREE)
 
 
 def begun(folder: Path) -> bool:
-    """Whether a run left more there than its settings; one that failed before (a wrong path, say) may be corrected."""
+    """Return whether a run left more in `folder` than its settings and environment.
+
+    The settings of a run that failed before it left more (of a wrong path, say) may be corrected.
+    """
     return any(path.name not in ("config.yaml", "env.json") and path.name[0] != "." for path in folder.iterdir())
 
 
 def environment(command: str) -> dict[str, Any]:
-    """What a reader needs to repeat the run, or to see why numbers differ elsewhere: commit, versions, device,
-    processor, instruction set in use, math libraries, threads, `command`."""
+    """Return the facts that a reader needs to repeat the run, or to see why numbers differ elsewhere.
+
+    They are commit, versions, device, processor, instruction set in use, math libraries, threads and `command`.
+    """
     cuda = torch.cuda.is_available()
     return {
         **_git(),
@@ -213,7 +227,7 @@ def processor() -> str:
 
 
 def _cpu_model() -> str:
-    """The processor by name, as far as the system tells."""
+    """Return the name of the processor, as far as the system tells."""
     with suppress(OSError):
         if named := re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M):
             return named[1].strip()
@@ -221,13 +235,13 @@ def _cpu_model() -> str:
 
 
 def _math_libraries(built: str) -> list[str]:
-    """What `torch.__config__.show()` lists, and of its build settings the BLAS alone, not the compiler's flags."""
+    """Return what `torch.__config__.show()` lists; of the build settings only the BLAS, not the compiler's flags."""
     lines = re.findall(r"^\s*- (.*)", built, re.M)
     return [line for line in lines if not line.startswith("Build settings")] + re.findall(r"BLAS_INFO=\w+", built)
 
 
 def _git() -> dict[str, Any]:
-    """Commit and dirty flag of the source tree, null when it is not a checkout."""
+    """Return the commit and dirty flag of the source tree, None for a tree that is not a checkout."""
     describe, here = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"], Path(__file__).parent
     try:
         ran = subprocess.run(describe, cwd=here, capture_output=True, text=True, timeout=10, check=True)

@@ -1,5 +1,4 @@
-"""The runs of a study as the study sees them: how far each is, by its run folder and its log; and all of them, on a
-terminal or as plain lines."""
+"""Progress of the runs of a study, read from their run folders and logs, and shown on a terminal or as plain lines."""
 
 import contextlib
 import math
@@ -20,16 +19,16 @@ from moe_rl.study.progress import Progress, clock, error_in, number, percent
 from moe_rl.study.words import count
 from moe_rl.training import RunConfig
 
-PLAIN_SECONDS = 15.0  # between progress lines where there is no terminal
-RECENT = 20  # steps of a run by which others are estimated
+PLAIN_SECONDS = 15.0  # between progress lines if there is no terminal
+RECENT = 20  # latest steps of a run from which times are estimated
 
 
 @dataclass
 class Run(Progress):
-    """One (arm, seed) under one rounding: where it writes, what it is doing.
+    """One run of a study, that is, an arm and seed under one rounding: where the run writes, and its state.
 
-    note: of whoever starts it, while it has not begun (a job that waits in a queue, or was not taken).
-    problem: why it ended, where its log does not say it all.
+    note: what its launcher says while the run has not begun (a job that waits in a queue, or was not taken).
+    problem: why the run ended, where its log does not say everything.
     """
 
     arm: str
@@ -58,24 +57,27 @@ class Run(Progress):
 
     @property
     def starting(self) -> bool:
-        """Running, and before its first step: where it makes a cold start, or waits for one."""
+        """Whether the run is running and has no reward yet: it makes a cold start, or waits for one."""
         return self.state == "running" and self.reward is None
 
     def begins_like(self, other: "Run") -> bool:
-        """Whether both need the same cold start."""
+        """Return whether this run and `other` need the same cold start."""
         mine, others = ((run.rounding, run.config.task, run.config.model) for run in (self, other))
         return mine == others and self.config.model.path is None and self.config.model.cold_start is not None
 
     def read(self) -> None:
-        """Take in what the run wrote to metrics.jsonl since the last call. What is wrong with the file, or with a line
-        of it, the run itself says: here it stops nothing."""
+        """Read what the run wrote to metrics.jsonl since the last call.
+
+        A fault of the file or of a line is reported by the run itself, and is passed over here.
+        """
         path = self.folder / "metrics.jsonl"
         self.counting = self.state == "running" and self.first_step is None
         with contextlib.suppress(OSError):
-            path.stat()  # of a file that is gone, what was read stays
+            path.stat()  # raises if the file is gone: then what was read stays
             self.since = follow(path, self.since, self.take, self._forget)
 
     def _forget(self) -> None:
+        """Forget what was read before, because a resumed run has rewritten its metrics.jsonl."""
         self.step, self.reward, self.change, self.first_step = 0, None, None, None
         self.took.clear()
         self.counting = self.state == "running"
@@ -84,13 +86,15 @@ class Run(Progress):
         with contextlib.suppress(ValueError, KeyError, TypeError, ArithmeticError):
             super().take(row)
             if row["kind"] == "step" and self.counting:
-                self.begin(self.step)  # to the last row of one reading: those before may be of an earlier start
+                self.begin(self.step)  # the last row of one reading counts: earlier ones may be of an earlier start
             if row["kind"] == "step" and math.isfinite(seconds := float(row["seconds"])):
                 self.took.append(seconds / self.batch)
 
     def beginning(self) -> str:
-        """What a run says before its first step: how far its cold start is, or that it waits for another's; why it was
-        not taken."""
+        """Return what is said of a run before its first step, "" later.
+
+        How far its cold start is, that it waits for the cold start of another run, or why it was not taken.
+        """
         if not self.starting:
             return self.note if self.state == "waiting" else ""
         if self.note:
@@ -99,26 +103,32 @@ class Run(Progress):
         return said if said.startswith("cold start") else "starting"
 
     def reason(self) -> str:
-        """Why it did not finish, and where to read on; a run that could not even begin has no log."""
+        """Return why the run did not finish, and where its log is; a run that could not even begin has no log."""
         said = self.problem or last_line(self.log)
         return f"{said} (log: {self.log})" if self.log.exists() else said
 
     def pace(self) -> float | None:
-        """Seconds for each response: what the latest steps took, and of a finished run all of its time, which may hold
-        a cold start (less where it went on from an earlier start)."""
+        """Return the seconds that the run takes for each response; None if not known.
+
+        The mean of the latest steps or, if larger, for a finished run the mean over its whole time. The whole time may
+        include a cold start; it is too short if the run went on from an earlier start.
+        """
         whole = self.seconds / (self.steps * self.batch) if self.state == "done" else 0.0
         return max(whole, fmean(self.took) if self.took else 0.0) or None
 
 
 def last_line(log: Path) -> str:
-    """The error that a log ends with, else its last line."""
+    """Return the error with which a log ends, else its last line."""
     text = log.read_text(errors="replace").strip() if log.exists() else ""
     return error_in(text) or (text.splitlines() or ["no output"])[-1]
 
 
 def totals(runs: list[Run], workers: int) -> tuple[int, float | None]:
-    """Runs that are done, and seconds left for all of them: of each at its own pace, else at that of its arm's runs,
-    which make cold starts alike; else at that of the steps of all."""
+    """Return the number of runs that are done, and the seconds left for all runs (None if not known).
+
+    The time of each run is estimated at its own pace, else at the pace of its arm's runs, which make similar cold
+    starts, else at the pace of the latest steps of all runs.
+    """
     paces: dict[str, list[float]] = {}
     for run in runs:
         if pace := run.pace():
@@ -135,7 +145,7 @@ def totals(runs: list[Run], workers: int) -> tuple[int, float | None]:
 
 
 def show(runs: list[Run], workers: int, polls: Iterable[None]) -> None:
-    """How far the runs are, after every poll: a table that redraws itself on a terminal, else plain lines."""
+    """Show after every poll how far the runs are: in a table that redraws itself on a terminal, else as plain lines."""
     console = Console()
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
@@ -164,7 +174,7 @@ def _table(runs: list[Run], workers: int) -> Table:
 
 
 def _lines(runs: list[Run], workers: int, polls: Iterable[None]) -> None:
-    """Every few seconds, and when something ends."""
+    """Print how far the runs are, every few seconds and when a run ends."""
     told, last = {run.name for run in runs if run.state == "done"}, time.monotonic()
     print(f"{count(len(runs), 'run')}, {len(told)} already done, {workers} at a time", flush=True)
     for _ in polls:

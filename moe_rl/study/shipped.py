@@ -1,4 +1,4 @@
-"""Study files by path or by name, and what a file says of itself, read without torch.
+"""Study files: how they are found by path or name, and an outline of their content, read without torch.
 
 The studies of `experiments/` travel inside the wheel, so that `moe-rl study replay_vs_gspo` works anywhere.
 """
@@ -14,24 +14,26 @@ from moe_rl.yaml_files import YamlError, parse_yaml
 
 
 class ConfigError(ValueError):
-    """A study file that cannot be used; the message names the file, the field and the remedy."""
+    """Error about a study file that cannot be used; the message names the file, the field and the remedy."""
 
 
 class StudyFileError(ConfigError):
-    """A study file that is not there or cannot be read, that names code or machines which were not trusted, or a list
-    of studies where one study is wanted."""
+    """Error about a study file that is missing or cannot be read, or that names code or machines which are not trusted.
+
+    Also about a list of studies where one study is wanted.
+    """
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What a study file says before it is checked.
+    """The outline of a study file, before the file is checked.
 
     name, question: as written; empty where they are missing.
-    studies: of a file that has no arms but lists studies, by name or by path beside it; else empty.
-    then: of such a file, the commands that read what those studies wrote; they are shown, never run.
+    studies: the studies that a file without arms lists, by name or by path beside the file; else empty.
+    then: the commands in such a file that read what those studies wrote; the commands are shown, never run.
     arms: label by name, with the dose of selection noise.
     seeds: as written.
-    foreign: each part of it that makes other people's code run, or sends data to another machine, in words.
+    foreign: each part of the file that makes other people's code run, or sends data to another machine, in words.
     """
 
     name: str
@@ -44,7 +46,7 @@ class Outline:
 
 
 def shipped_studies() -> dict[str, Path]:
-    """The studies that come with the package, and the lists of studies that answer a question, by name."""
+    """Return, by name, the files of the studies in the package, and of the lists of studies that answer a question."""
     package = Path(__file__).parents[1]
     places = (package / "experiments", package.parent / "experiments")  # of an installed wheel, of a checkout
     folder = next((place for place in places if place.is_dir()), None)
@@ -52,10 +54,10 @@ def shipped_studies() -> dict[str, Path]:
 
 
 def find_study(word: str) -> Path:
-    """The study file that `word` means: a path if there is such a file, else the name of a shipped study.
+    """Return the study file that `word` means: a path if there is such a file, else the name of a shipped study.
 
     Raises:
-        StudyFileError: neither; with the nearest match.
+        StudyFileError: `word` is neither; the message names the nearest match.
     """
     path, known = Path(word), shipped_studies()
     if word in known and not path.is_file():
@@ -63,14 +65,14 @@ def find_study(word: str) -> Path:
     if path.exists():
         return path
     if len(path.parts) > 1:
-        read_study_file(path)  # says so
+        read_study_file(path)  # raises StudyFileError
     near = nearest(word.lower(), [*known, *(p.name for p in Path().glob("*.y*ml"))], listed=False)
     near = near or "; `moe-rl study` lists those that do"
     raise StudyFileError(f"{word}: no such study file, and no study of that name comes with moe_rl{near}")
 
 
 def read_study_file(path: Path) -> Any:
-    """What a study file holds, as plain data. Raises StudyFileError: no file, one that cannot be read, or not YAML."""
+    """Return the content of a study file as plain data. Raises StudyFileError: no file, not readable, or not YAML."""
     if path.is_dir():
         raise StudyFileError(f"{path} is a folder; a study file is YAML")
     if not path.exists():
@@ -83,10 +85,10 @@ def read_study_file(path: Path) -> Any:
 
 
 def outline(path: Path) -> Outline:
-    """What the file says of itself. What is wrong inside it is left to `moe_rl.study.config.load_study`.
+    """Return the outline of a study file. Other errors inside the file are left to `moe_rl.study.config.load_study`.
 
     Raises:
-        StudyFileError: no file, or not YAML.
+        StudyFileError: no file, or not YAML, or `studies` or `then` is not a list of text.
     """
     data = read_study_file(path)
     data = data if isinstance(data, dict) else {}
@@ -105,7 +107,7 @@ def outline(path: Path) -> Outline:
 
 
 def one_study(path: Path) -> Outline:
-    """As `outline`. Raises StudyFileError, too, for a file that lists several studies."""
+    """Return the `outline` of a file with one study. Raises StudyFileError also for a file that lists studies."""
     found = outline(path)
     if found.studies:
         raise StudyFileError(
@@ -116,10 +118,10 @@ def one_study(path: Path) -> Outline:
 
 
 def listed_studies(path: Path, found: Outline) -> list[Path]:
-    """The study files that a list of studies means: beside it if there is such a file, else shipped ones.
+    """Return the study files that the list of studies in `path` names: files beside the list, else by `find_study`.
 
     Raises:
-        StudyFileError: one is neither, is a list itself, or is there twice; or the file has arms of its own.
+        StudyFileError: a study is neither, is a list itself, or is listed twice; or the file has arms of its own.
     """
     if found.arms:
         raise StudyFileError(f"{path} has arms of its own and lists other studies: only one of the two is possible")
@@ -138,7 +140,7 @@ def listed_studies(path: Path, found: Outline) -> list[Path]:
 
 
 def short_question(question: str) -> str:
-    """The text up to its first question mark.
+    """Return the text up to its first question mark.
 
     >>> short_question("Routes change. Does GRPO need replay? And then?")
     'Routes change. Does GRPO need replay?'
@@ -148,11 +150,12 @@ def short_question(question: str) -> str:
 
 
 def refuse_foreign_code(path: Path, found: Outline, trust: bool) -> None:
-    """Stop before code that a study file names, and that is not this package's, is imported, and before anything is
-    sent to a machine that it names.
+    """Raise StudyFileError if a study file names foreign code, or a machine to which data are sent, without `trust`.
+
+    To be called before code that is not this package's is imported, and before anything is sent.
 
     Raises:
-        StudyFileError: there is such code, or such a machine, and `trust` is not given.
+        StudyFileError: the file names such code, or such a machine, and `trust` is not given.
     """
     if found.foreign and not trust:
         listed = "".join(f"\n  {line}" for line in found.foreign)
@@ -170,12 +173,13 @@ def _words(data: Mapping[str, Any], name: str, path: Path) -> tuple[str, ...]:
 
 
 def _label(arm: Any) -> str:
+    """Return the label of an arm, with the dose of selection noise unless the label names noise."""
     label, noise = str(at(arm, "label") or ""), at(arm, "method", "noise")
     return f"{label}, selection noise {noise}" if noise and "noise" not in label else label
 
 
 def _foreign(part: Any) -> list[str]:
-    """Of `base` or of one arm."""
+    """Return in words what in `base`, or in one arm, runs foreign code or sends data to another machine."""
     found = []
     for where in (("task", "name"), ("rollout", "engine", "kind"), ("method", "gate")):
         value = at(part, *where)

@@ -1,4 +1,4 @@
-"""What a study shows of itself in a notebook: an overview, rates of change, and what a metric's name means."""
+"""Tables that a study shows in a notebook: an overview, rates of change, and the meaning of a metric's name."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -24,9 +24,12 @@ SYMBOLS = "r = new / old probability of a token, d = log r (nats), s = exp(mean 
 def overview(
     arms: pd.DataFrame, rollouts: pd.DataFrame, probes: pd.DataFrame, of_policy: Collection[str]
 ) -> pd.DataFrame:
-    """One row per arm: label, method, noise, runs, how many are finished, steps, the mean of the runs' final
-    rewards (NaN for arms that are not in `of_policy`: their responses are not their policy's), and the share of expert
-    slots that changed, pooled over its probes (NaN without)."""
+    """Return a table with one row per arm: the arm, its runs, steps, reward and change rate.
+
+    Columns: label, method, noise, runs, how many are finished, steps, the mean of the runs' final rewards (NaN for arms
+    that are not in `of_policy`, whose responses are not their policy's), and the share of expert slots that changed,
+    pooled over the arm's probes (NaN without probes).
+    """
     table = arms.assign(runs=arms["seeds"].map(len))[["label", "method", "noise", "runs", "finished"]]
     if not (table["noise"] > 0).any():
         table = table.drop(columns="noise")
@@ -40,7 +43,7 @@ def overview(
 
 
 def rates(rows: pd.DataFrame, level: str, by: str | Sequence[str], table: str = "probes") -> pd.DataFrame:
-    """See `StudyData.rates`; `rows` are those of the table."""
+    """Return rates of change, as `StudyData.rates` does; `rows` are the rows of the table called `table`."""
     if level not in LEVELS:
         raise StudyDataError(f"rates: no level {level!r}{nearest(level, LEVELS)}")
     keys = [by] if isinstance(by, str) else list(by)
@@ -66,13 +69,13 @@ def rates(rows: pd.DataFrame, level: str, by: str | Sequence[str], table: str = 
 
 
 def counted(rows: pd.DataFrame, changed: str, total: str) -> pd.DataFrame:
-    """The rows with both counts or neither: one that was not recorded is not 0, and the other says nothing alone."""
+    """Return the rows with both counts NaN where one is NaN: a missing count is not 0."""
     known = rows[[changed, total]].notna().all(axis=1)
     return rows.assign(**{name: rows[name].where(known) for name in (changed, total)})
 
 
 def _by_site(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row per routing site, named."""
+    """Return a table with one row per routing site, with its name as `routing_site`."""
     needed = ["site_names", "site_slots_changed", "site_slots"]
     if not set(needed) <= set(rows):
         raise StudyDataError("rates: this table has no counts by routing site")
@@ -82,13 +85,13 @@ def _by_site(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _is_key(value: object) -> bool:
-    """Text, or a whole number: what rows can be grouped by."""
+    """Return whether rows can be grouped by a value: by text or a whole number."""
     return isinstance(value, str | int) or (isinstance(value, float) and value.is_integer())
 
 
 @dataclass(frozen=True)
 class Described:
-    """What a name means in each kind of row that has it."""
+    """The meaning of a metric's name in each kind of row that has such a metric."""
 
     name: str
     metrics: "tuple[tuple[str, Metric], ...]"
@@ -127,12 +130,12 @@ IN_LOGS = {
         for suffix in ("", "_replayed")
     },
 }
-"""Name after `routing/` in the log of TRL or ms-swift -> kind of row, name there, and what tells the two apart; those
-names that the catalogue does not have, or has for another number."""
+"""Name after `routing/` in the log of TRL or ms-swift -> kind of row, name in that row, and how the two numbers differ.
+It has only names that the catalogue lacks, or has for another number."""
 
 
 def describe(name: str) -> Described:
-    """See `StudyData.describe`."""
+    """Return the meaning of a metric's name, as `StudyData.describe` does."""
     from moe_rl.measure.catalogue import CATALOGUE, find
 
     asked, name = name, name.removeprefix("routing/")  # as in the log of TRL
@@ -162,9 +165,12 @@ _NO_NUMBER = ("names", "name", "words", "boolean", "id", "index")
 
 @lru_cache(maxsize=1)
 def choosable() -> dict[str, dict[str, Any]]:
-    """`kind.name` -> kind, name, unit, definition, and `over`: the name of the denominator where the value is a count
-    that the catalogue divides by another value of its row."""
-    from moe_rl.measure.catalogue import CATALOGUE  # torch takes seconds: only where metrics are chosen
+    """Return the metrics that can be chosen to be drawn: `kind.name` -> kind, name, unit, definition and `over`.
+
+    `over` is the name of the denominator, if the value is a count that the catalogue divides by another value of its
+    row; else empty.
+    """
+    from moe_rl.measure.catalogue import CATALOGUE  # imports torch, which takes seconds
 
     found = {}
     for kind in KINDS:

@@ -1,11 +1,11 @@
-"""How often the rules of `moe_rl.study.statistics` are right, by simulation, with runs that fail among the others.
+"""Simulation of how often the rules of `moe_rl.study.statistics` are right, with runs that fail among the others.
 
     python -m moe_rl.study.simulation > docs/statistics.md
 
 A simulated study has one control and m treatments on the same n seeds; every treatment is compared with the control.
 A run's final reward is  mean of its arm + effect of its seed (shared by the arms: the cold start) + its own scatter,
-normal both; with probability `failing` it fails and ends `fall` lower. What fails are single runs, whole seeds (a cold
-start from which no arm learns), or runs of the control alone (a method that the treatments mend).
+the last two normal; with probability `failing` the run fails and ends `fall` lower. Single runs fail, or whole seeds (a
+cold start from which no arm learns), or only runs of the control (a method that the treatments mend).
 """
 
 import sys
@@ -34,8 +34,11 @@ COMMAND = "python -m moe_rl.study.simulation"
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a study is drawn from. `sd` is the standard deviation of a paired difference (own scatter of a run times
-    √2), `seed_sd` that of the seeds; `failing` the probability of failing, of each of `what`."""
+    """The distribution from which simulated studies are drawn.
+
+    `sd` is the standard deviation of a paired difference (own scatter of a run times √2), `seed_sd` that of the seeds'
+    effects; `failing` is the probability with which each of `what` fails.
+    """
 
     n: int
     sd: float = 0.05
@@ -48,15 +51,18 @@ class Scenario:
 
     @property
     def truth(self) -> float:
-        """Expected difference of a treatment and the control, failing runs included."""
+        """Expected difference between a treatment and the control, failing runs included."""
         return self.effect + (self.failing * self.fall if self.what == "control" else 0.0)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares over the simulated studies. `coverage`: Student's interval holds the true mean difference, failures
-    included; `range_coverage`: the range of the pairs does; `any_difference`: at least one comparison of the study is
-    "higher" or "lower"; `difference`, `equivalent`: a comparison gets this verdict; `any_equivalent`: at least one."""
+    """Shares of the simulated studies, or of their comparisons, in which something holds.
+
+    `coverage`: Student's interval holds the true mean difference, failures included; `range_coverage`: the range of the
+    pairs holds it; `any_difference`: at least one comparison of the study is "higher" or "lower"; `difference`: a
+    comparison is; `equivalent`: a comparison is "no difference of interest"; `any_equivalent`: at least one is.
+    """
 
     coverage: float
     range_coverage: float
@@ -67,7 +73,7 @@ class Rates:
 
 
 def simulate(scenario: Scenario, studies: int) -> Rates:
-    """Rates of the rules over `studies` independent studies; the same arguments give the same rates."""
+    """Simulate `studies` independent studies and return the rates of the rules; equal arguments give equal rates."""
     s, rng = scenario, np.random.default_rng(0)
     shape = (studies, s.family + 1, s.n)
     runs = rng.normal(0, s.seed_sd, (studies, 1, s.n)) + rng.normal(0, s.sd / np.sqrt(2), shape)
@@ -111,8 +117,11 @@ def _percent(value: float) -> str:
 
 
 def false_claims(studies: int) -> list[list[str]]:
-    """Arms that are equal but for failures, and arms that truly differ by the smallest difference of interest or more:
-    what is claimed wrongly."""
+    """Return table rows with how often something false is claimed.
+
+    Of arms that are equal but for failures, and of arms that truly differ by the smallest difference of interest or
+    more.
+    """
     rows = []
     for failing, what in FAILURES:
         for n in (3, *SIZES):
@@ -128,8 +137,8 @@ def false_claims(studies: int) -> list[list[str]]:
     return rows
 
 
-def found(studies: int) -> list[list[str]]:
-    """How often a true difference is called one, and arms that are equal are called so, by paired spread."""
+def detection_rates(studies: int) -> list[list[str]]:
+    """Return table rows with how often true differences, and equal arms, are called so, by the spread of the pairs."""
     rows = []
     for failing in (0.0, 0.1):
         for sd in (0.03, 0.05, 0.08):
@@ -146,7 +155,7 @@ def found(studies: int) -> list[list[str]]:
 
 
 def page(studies: int = 4000) -> str:
-    """docs/statistics.md."""
+    """Return the text of docs/statistics.md, from `studies` simulated studies for each row."""
     listed = "\n".join(f"- {rule}" for rule in rules())
     first = markdown_table(
         [
@@ -163,7 +172,7 @@ def page(studies: int = 4000) -> str:
     second = markdown_table(
         ["Failing", "Paired sd", "n", "0.05 found, %", "0.10 found, %", "0.15 found, %", "Equal called so, %",
          "Resolves (formula)"],
-        found(studies),
+        detection_rates(studies),
     )  # fmt: skip
     return f"""# Statistics
 

@@ -17,7 +17,7 @@ import numpy as np
 from moe_rl.study.curves import TIE, Numbers
 
 FEWEST = 6
-"""Fewest seeds with an interval, and fewest pairs with a verdict: with five the exact test cannot reach 5 %."""
+"""Fewest seeds with Student's interval, and fewest pairs with a verdict: with five the exact test cannot reach 5 %."""
 
 INTEREST = 0.05
 """Smallest difference of interest, in units of reward, where a study names none."""
@@ -25,12 +25,12 @@ INTEREST = 0.05
 ALPHA = 0.05
 """Error rate of a family of comparisons."""
 
-_ENUMERATE_UP_TO = 16  # 2^15 sign patterns; above, as many random ones
+_ENUMERATE_UP_TO = 16  # n with 2^15 sign patterns; above, as many random ones
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate over n seeds with its interval; `low` and `high` are NaN where n < 2 allows none."""
+    """An estimate over n seeds with its interval; `low` and `high` are NaN where n < 2 allows no interval."""
 
     estimate: float
     low: float
@@ -44,20 +44,20 @@ class Interval:
         return bool(np.isfinite(self.low) and np.isfinite(self.high))
 
     def columns(self, name: str, ends: str = "") -> dict[str, float]:
-        """As columns of a table: the estimate under `name`, its ends under `low` and `high` after `ends`."""
+        """Return columns of a table: the estimate as `name`, the interval as `low` and `high`, prefixed by `ends`."""
         return {name: self.estimate, f"{ends}low": self.low, f"{ends}high": self.high}
 
     def exp(self) -> "Interval":
-        """Of what this is the logarithm of."""
+        """Return the interval of the quantity of which this interval is the logarithm."""
         return replace(self, estimate=exp(self.estimate), low=exp(self.low), high=exp(self.high))
 
     @property
     def bounds(self) -> str:
-        """`[0.1, 0.2]`; said to be a range where it is one, – where there is none."""
+        """The interval as text: `[0.100, 0.200]`, with `range` where it is a range, – where there is no interval."""
         return f"[{self.low:.3f}, {self.high:.3f}]" + " range" * (self.method == "range") if self.known else "–"
 
     def text(self, form: str) -> str:
-        """Each number in this form; the estimate alone where there is no interval."""
+        """Return estimate and interval as text, numbers in this form; the estimate alone if there is no interval."""
         return f"{self.estimate:{form}}" + (f" [{self.low:{form}}, {self.high:{form}}]" if self.known else "")
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ def _finite(values: Numbers) -> np.ndarray:
 
 
 def seed_interval(values: Numbers) -> Interval:
-    """The interval that tables and figures show: Student's from six seeds on, below that the range of the seeds.
+    """Return the interval that tables and figures show: Student's from six seeds on, below that the range of the seeds.
 
     The range is no confidence interval: that of n = 3 holds the centre of a symmetric distribution in 75 % of studies.
 
@@ -86,13 +86,15 @@ def seed_interval(values: Numbers) -> Interval:
 
 
 def geometric_interval(values: Numbers) -> Interval:
-    """Geometric mean, with `seed_interval` of the logarithms; values that are not above 0 are left out."""
+    """Return the geometric mean with `seed_interval` of the logarithms; values that are not above 0 are left out."""
     array = _finite(values)
     return seed_interval(np.log(array[array > 0])).exp()
 
 
 def student_interval(values: Numbers) -> Interval:
-    """Mean ± t_{.975, n-1} s / √n, at 95 %: exact if seeds scatter normally; values that are not finite are left out.
+    """Return Student's 95 % interval, mean ± t_{.975, n-1} s / √n: exact if seeds scatter normally.
+
+    Values that are not finite are left out.
 
     >>> str(student_interval([1.0, 2.0, 3.0]))       # 2 ± 4.303 * 1 / √3
     '2.000 [-0.484, 4.484]'
@@ -108,14 +110,14 @@ def student_interval(values: Numbers) -> Interval:
 
 @lru_cache
 def student_factor(n: int) -> float:
-    """t_{.975, n-1} / √n: half-width of Student's interval in standard deviations."""
-    from scipy import stats  # a second of import: only where it is needed
+    """Return t_{.975, n-1} / √n: the half-width of Student's interval in standard deviations."""
+    from scipy import stats  # the import takes a second: only where it is needed
 
     return float(stats.t.ppf(0.975, n - 1) / np.sqrt(n))
 
 
 def seed_band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`seed_interval` at every column: values [n, X] -> (low [X], high [X]).
+    """Return the ends of `seed_interval` at every column: values [n, X] -> (low [X], high [X]).
 
     NaN (a seed that has not come that far) is left out pointwise; NaN where fewer than two seeds remain, and where a
     value is infinite (the logarithm of a zero).
@@ -136,12 +138,12 @@ def seed_band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def several_kinds(n: int, others: Iterable[int]) -> bool:
-    """Whether the arms with an interval, of n seeds and of others, have not all the kind that n seeds have."""
+    """Return whether an arm with a number of seeds in `others` has another kind of interval than n seeds have."""
     return any(k >= 2 and (n < 2 or (k < FEWEST) != (n < FEWEST)) for k in others)
 
 
 def interval_note(n: int, others: Iterable[int] = ()) -> str:
-    """What the interval over n seeds is, in words for a caption; `others`: seeds of arms that have not n.
+    """Return in words for a caption what the interval over n seeds is; `others`: numbers of seeds of other arms.
 
     >>> interval_note(1), interval_note(8)
     ('one seed: no interval', 'intervals: 95 % Student over 8 seeds')
@@ -159,7 +161,7 @@ def interval_note(n: int, others: Iterable[int] = ()) -> str:
 
 
 def interquartile_mean(values: Numbers) -> float:
-    """Mean without the lowest and the highest ⌊n/4⌋ values (IQM as in rliable, 2108.13264 §4.3).
+    """Return the mean without the lowest and the highest ⌊n/4⌋ values (IQM as in rliable, 2108.13264 §4.3).
 
     Below four values nothing is cut, and the result is the plain mean.
 
@@ -173,7 +175,7 @@ def interquartile_mean(values: Numbers) -> float:
 
 @lru_cache
 def _sign_patterns(n: int) -> np.ndarray:
-    """Half of the 2^n sign patterns (the others are their negatives) as [M, n]; the first is all plus."""
+    """Return half of the 2^n sign patterns (the others are their negatives) as [M, n]; the first is all plus."""
     if n > _ENUMERATE_UP_TO:
         drawn = np.random.default_rng(0).integers(0, 2, (2 ** (_ENUMERATE_UP_TO - 1), n)) * -2 + 1
         drawn[0] = 1
@@ -183,13 +185,14 @@ def _sign_patterns(n: int) -> np.ndarray:
 
 
 def sign_flip_test(differences: np.ndarray) -> Any:
-    """Two-sided p of the exact sign-flip test (Fisher's randomisation test of paired differences): [..., n] -> [...].
+    """Return the two-sided p of the exact sign-flip test of paired differences: [..., n] -> [...].
 
-    p = share of the 2^n sign patterns under which |mean| is at least the observed one. Exact where every difference is
-    as likely as its negative, as it is when the two arms are one, failing runs or not; no normality. The least p is
-    2^(1-n). All patterns up to n = 16, above that 2^15 drawn with a fixed seed, the observed one among them. Sums that
-    differ by less than 3e-4 of the largest difference are equal: rewards in float32, or written with six digits, break
-    ties. NaN where a difference is not finite.
+    Fisher's randomisation test: p = share of the 2^n sign patterns under which |mean| is at least the observed one. The
+    test is exact where every difference is as likely as its negative, as when the two arms are equal, with or without
+    failing runs; it does not need normality. The least p is 2^(1-n). All patterns are used up to n = 16, above that
+    2^15 drawn with a fixed seed, the observed one among them. Sums that differ by less than 3e-4 of the largest
+    difference count as equal, because rewards in float32, or written with six digits, break ties. NaN where a
+    difference is not finite.
 
     >>> float(sign_flip_test(np.array([0.1, 0.2, 0.3])))    # +++ and ---, of eight
     0.25
@@ -199,7 +202,7 @@ def sign_flip_test(differences: np.ndarray) -> Any:
     if n == 0:
         return np.full(d.shape[:-1], np.nan)[()]
     patterns = _sign_patterns(n)
-    known = np.isfinite(d).all(-1)  # what is not compares as False, which would be p = 0
+    known = np.isfinite(d).all(-1)  # else NaN would compare as False, which gives p = 0
     rows, found = np.where(known[..., None], d, 0.0).reshape(-1, n), []
     for part in np.array_split(rows, max(1, rows.shape[0] * len(patterns) // 2**22 + 1)):
         sums, largest = np.abs(part @ patterns.T), np.abs(part).max(-1, keepdims=True)
@@ -208,11 +211,10 @@ def sign_flip_test(differences: np.ndarray) -> Any:
 
 
 def equivalence_test(differences: np.ndarray, interest: float = INTEREST) -> Any:
-    """p of two one-sided t tests (TOST, Schuirmann 1987) that |mean difference| < interest: [..., n] -> [...].
+    """Return p of two one-sided t tests (TOST, Schuirmann 1987) that |mean difference| < interest: [..., n] -> [...].
 
-    The larger of the two p: of the hypotheses mean <= -interest and mean >= interest. Below alpha exactly when the
-    1 - 2 alpha Student interval lies within ± interest. NaN for n < 2, and where a difference is not
-    finite.
+    It is the larger of the two p of the hypotheses mean <= -interest and mean >= interest, and below alpha exactly when
+    the 1 - 2 alpha Student interval lies within ± interest. NaN for n < 2, and where a difference is not finite.
 
     >>> print(f"{equivalence_test(np.array([0.01, -0.01, 0.02, -0.02, 0.0, 0.0])):.4f}")
     0.0002
@@ -223,19 +225,19 @@ def equivalence_test(differences: np.ndarray, interest: float = INTEREST) -> Any
     n = d.shape[-1]
     if n < 2:
         return np.full(d.shape[:-1], np.nan)[()]
-    known = np.isfinite(d).all(-1)  # what is not compares as False, which would be p = 0
+    known = np.isfinite(d).all(-1)  # else NaN would compare as False, which gives p = 0
     d = np.where(known[..., None], d, 0.0)
     mean, error = d.mean(-1), d.std(-1, ddof=1) / np.sqrt(n)
-    scattered = error > 1e-12 * interest  # equal numbers have a standard deviation of rounding
+    scattered = error > 1e-12 * interest  # rounding gives equal numbers a small standard deviation
     t = (interest - np.abs(mean)) / np.where(scattered, error, 1.0)
     p = np.where(scattered, stats.t.sf(t, n - 1), np.abs(mean) >= interest * (1 - TIE))
     return np.where(known, p, np.nan)[()]
 
 
 def holm(probabilities: Numbers) -> np.ndarray:
-    """Holm's (1979) adjusted p of a family: below alpha, each, with a family-wise error rate of at most alpha.
+    """Return Holm's (1979) adjusted p of a family: p below alpha have a family-wise error rate of at most alpha.
 
-    Sorted upwards, the i-th of m is multiplied by m - i + 1 (i = 1..m), kept non-decreasing and at most 1.
+    With the p sorted upwards, the i-th of m is multiplied by m - i + 1 (i = 1..m), kept non-decreasing and at most 1.
 
     >>> holm([0.03, 0.01, 0.04]).round(3).tolist()      # .01 * 3; .03 * 2; max(.06, .04 * 1)
     [0.06, 0.03, 0.06]
@@ -251,7 +253,7 @@ def holm(probabilities: Numbers) -> np.ndarray:
 
 
 class Verdict(StrEnum):
-    """All that can be said of a comparison; `judge` decides."""
+    """The possible verdicts on a comparison; `judge` gives them."""
 
     HIGHER = "higher"
     LOWER = "lower"
@@ -277,9 +279,12 @@ VERDICT_RULES = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two arms on the same seeds: differences are a minus b. `p` is the sign-flip test's, `p_equivalent` that of
-    equivalence within ±`interest`; `adjusted` and `adjusted_equivalent` are Holm's over the `family` tests it belongs
-    to. `difference` is Student's interval, below six pairs the range."""
+    """The comparison of two arms a and b on the same seeds; differences are a minus b.
+
+    `p` is that of the sign-flip test, `p_equivalent` that of equivalence within ±`interest`; `adjusted` and
+    `adjusted_equivalent` are both p adjusted by Holm over a family of `family` tests. `difference` is Student's
+    interval, below six pairs the range.
+    """
 
     seeds: tuple[int, ...]
     differences: tuple[float, ...]
@@ -302,12 +307,12 @@ class Comparison:
 
     @property
     def apart(self) -> bool:
-        """Whether one of the two is told to be higher."""
+        """Whether the verdict is that one of the two arms is higher."""
         return self.verdict in (Verdict.HIGHER, Verdict.LOWER)
 
     @property
     def claims(self) -> bool:
-        """Whether they are told apart, or told equal."""
+        """Whether the verdict is that one arm is higher, or that there is no difference of interest."""
         return self.apart or self.verdict == Verdict.EQUIVALENT
 
     @property
@@ -317,8 +322,10 @@ class Comparison:
 
 
 def judge(family: Sequence[Comparison]) -> list[Comparison]:
-    """The comparisons of one family with adjusted p and verdicts, by `VERDICT_RULES`. Those of fewer than six pairs
-    are not tested and do not count into the family."""
+    """Return the comparisons of one family with adjusted p and verdicts, by `VERDICT_RULES`.
+
+    Comparisons of fewer than six pairs are not tested and do not count in the family.
+    """
     judged = [replace(one, verdict=Verdict.TOO_FEW) for one in family]
     tested = {i: one for i, one in enumerate(family) if one.n >= FEWEST}
     if not tested:
@@ -341,7 +348,7 @@ def verdicts(
     equivalent: np.ndarray,
     interest: float | np.ndarray,
 ) -> np.ndarray:
-    """The rule of `judge` for arrays of comparisons, as words."""
+    """Return the verdicts, as words, that the rule of `judge` gives to arrays of comparisons."""
     different = (adjusted <= ALPHA) & ((low > 0) | (high < 0))
     side = np.where(mean > 0, Verdict.HIGHER, Verdict.LOWER)
     large = np.abs(mean) >= interest * (1 - TIE)
@@ -350,8 +357,9 @@ def verdicts(
 
 
 def compare_paired(a: Mapping[int, float], b: Mapping[int, float], interest: float = INTEREST) -> Comparison:
-    """Compare two arms seed by seed, as a family of one (`judge` takes more); `a` and `b` map a seed to its value,
-    seeds of only one arm are left out. TypeError for what is no mapping.
+    """Compare two arms seed by seed, as a family of one comparison (`judge` takes more).
+
+    `a` and `b` map a seed to its value; seeds of only one arm are left out. Raises TypeError if one is not a mapping.
 
     >>> a = dict(enumerate([.87, .88, .93, .91, .84, .86, .90, .92]))
     >>> b = dict(enumerate([.75, .71, .83, .70, .74, .78, .77, .81]))

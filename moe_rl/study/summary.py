@@ -1,4 +1,4 @@
-"""Routing and ratios in numbers that figures, tables and sentences share, so that they cannot disagree.
+"""Numbers on routing and ratios that figures, tables and sentences share, so that these cannot disagree.
 
 Rates are counted at the response tokens' own positions (`POSITIONS`). Final rewards are in `moe_rl.study.outcomes`,
 comparisons in `moe_rl.study.comparing`.
@@ -20,13 +20,16 @@ POSITIONS = "at the response tokens' own positions, not at those that predict th
 """Where slot, site and token changes are counted."""
 
 RATIO_INTEREST = float(np.log(1.25))
-"""Smallest ratio of two variances of interest, as a logarithm: 0.8 to 1.25, the usual bounds of equivalence."""
+"""Logarithm of the smallest ratio of two variances that is of interest: 0.8 to 1.25 are usual bounds of equivalence."""
 
 
 def routing_noise(data: StudyData) -> pd.DataFrame:
-    """Variance of the routing part of the log-ratio by arm, seed, update and level (token, sequence): `variance` in
-    nats², the geometric mean over the steps that were split, but those in which it is 0. Single steps scatter by orders
-    of magnitude, so an arithmetic mean would be that of the largest of them. Empty where nothing was split."""
+    """Return the variance of the routing part of the log-ratio by arm, seed, update and level (token, sequence).
+
+    `variance` is in nats²: the geometric mean over the steps whose log-ratio was split, without steps of variance 0.
+    Single steps scatter by orders of magnitude, so that the largest would dominate an arithmetic mean. Empty where
+    nothing was split.
+    """
     columns = ["arm", "seed", "update", "level", "variance"]
     rows = data.decompositions
     if rows.empty or "token_var_routing" not in rows:
@@ -39,9 +42,11 @@ def routing_noise(data: StudyData) -> pd.DataFrame:
 
 
 def routing_noise_ratios(data: StudyData) -> list[Pair]:
-    """The pairs of `comparisons`, compared in the logarithm of their token-level `routing_noise` after the last update,
-    over finished runs: whether one method's training leaves less of it than another's. What averaging does is another
-    question."""
+    """Return the pairs of `comparisons`, compared in the logarithm of their token-level `routing_noise`.
+
+    Over finished runs, after the last update of a step. The result says whether training with one method leaves less
+    routing noise than with another; what averaging over a sequence removes is not part of it.
+    """
     rows = routing_noise(data)
     done = {(run.arm, run.seed) for run in data.runs if run.finished}
     finished = np.array([run in done for run in zip(rows["arm"], rows["seed"], strict=True)], dtype=bool)
@@ -53,10 +58,10 @@ def routing_noise_ratios(data: StudyData) -> list[Pair]:
 
 
 def in_run_variance(data: StudyData) -> pd.DataFrame:
-    """Per arm, seed, step: mean variance of token and sequence log-ratios over the updates from the second on.
+    """Return per arm, seed and step the mean variance of token and sequence log-ratios over all updates but the first.
 
-    In the first update of a step old and new policy are one, so its variance is zero without noise; it is left
-    out, unless it is the arm's only one.
+    In the first update of a step the old and the new policy are equal, so that the variance is zero without noise. The
+    first update is left out, unless it is the arm's only one.
     """
     rows = data.updates
     rows = rows[(rows["update"] > 1) | (rows.groupby("arm", observed=True)["update"].transform("max") == 1)]
@@ -65,14 +70,17 @@ def in_run_variance(data: StudyData) -> pd.DataFrame:
 
 
 def last_updates(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of each arm's last update of a step; arms may differ in the number of their updates."""
+    """Return the rows of each arm's last update of a step; arms may differ in the number of their updates."""
     return rows[rows["update"] == rows.groupby("arm", observed=True)["update"].transform("max")]
 
 
 def noise_floor(data: StudyData) -> pd.DataFrame:
-    """What changes with equal weights: a row for each of `FLOORS` that was measured, pooled over runs. Columns slot,
-    site, token: share changed; gap_mean (nats, mean over runs), gap_max (nats, largest). Empty where no run measured
-    all of it."""
+    """Return the noise floor, that is, what changes with equal weights: one row for each of `FLOORS` that was measured.
+
+    Pooled over runs. Columns: slot, site, token (share changed); gap_mean (nats, mean over runs), gap_max (nats,
+    largest). A floor that has several variants gets the largest value of each column. Empty where no run measured all
+    of this.
+    """
     names = ("slots", "sites", "tokens")
     columns = ["slot", "site", "token", "gap_mean", "gap_max"]
     counts = [*names, *(f"{name}_changed" for name in names)]
@@ -93,10 +101,10 @@ _FACTORS = {
 
 
 def probe_factors(data: StudyData) -> pd.DataFrame:
-    """Per arm, seed and update index, medians over steps of two paired ratios of variances (same tokens).
+    """Return two paired ratios of variances (same tokens): medians over steps per arm, seed and update index.
 
     `replay`: token variance natural / replayed on the same weights; `averaging`: token / sequence, natural.
-    Medians, because single probes are heavy-tailed.
+    They are medians, because the ratios of single probes are heavy-tailed.
     """
     rows = data.probes[["arm", "seed", "update"]].copy()
     for name, (a, b) in _FACTORS.items():
@@ -106,12 +114,12 @@ def probe_factors(data: StudyData) -> pd.DataFrame:
 
 @per_study
 def factor_table(data: StudyData) -> pd.DataFrame:
-    """What replay and averaging divide the variance by, in natural arms, by update.
+    """Return the factors by which replay and averaging divide the variance in natural arms, by update.
 
     Columns: arm, update, probes (with both variances above 0), and for `replay` (token variance with live over that
     with replayed routes, same weights and tokens) and `averaging` (token over sequence variance, live): `_median` over
-    probes, and `_of_means`, the ratio of the mean variances. Medians are of typical probes; the ratio of means weighs
-    large variances. Empty where nothing was probed.
+    probes, and `_of_means`, the ratio of the mean variances. The median shows the typical probe; in the ratio of means,
+    large variances weigh most. Empty where nothing was probed.
     """
     needed = {name for pair in _FACTORS.values() for name in pair}
     columns = ["arm", "update", "probes", *(f"{f}_{kind}" for f in _FACTORS for kind in ("median", "of_means"))]
@@ -129,8 +137,10 @@ def factor_table(data: StudyData) -> pd.DataFrame:
 
 
 def independent_averaging(data: StudyData) -> tuple[float, str]:
-    """What averaging would divide the variance of independent tokens by in natural arms, as a number and in words: the
-    harmonic mean length of the responses whose log-ratio was split. NaN where none was; it is at most the mean length.
+    """Return, as a number and in words, the factor by which averaging would divide the variance of independent tokens.
+
+    In natural arms, it is the harmonic mean length of the responses whose log-ratio was split. The number is NaN where
+    none was split; the words then say that the factor is at most the mean length, if lengths were recorded.
     """
     natural, rows, rollouts = data.arms.index[data.arms["noise"] == 0], data.decompositions, data.rollouts
     if {"harmonic_length", "sequences"} <= set(rows):
@@ -147,11 +157,11 @@ def independent_averaging(data: StudyData) -> tuple[float, str]:
 
 @per_study
 def change_rates(data: StudyData) -> pd.DataFrame:
-    """Expert change after each update, as published: one row per arm and update.
+    """Return the rates of expert change after each update, as they are published: one row per arm and update.
 
     Columns: arm, noise, update, runs, and for slot, site and token: the rate pooled over steps and runs, the interval
-    of the runs' own rates (`_low`, `_high`; the range below six), numerator and denominator. Probed with live routing
-    in every arm, without noise, `POSITIONS`. Empty where nothing was probed.
+    of the runs' own rates (`_low`, `_high`; the range below six), numerator and denominator. The probes have
+    live routing in every arm, without noise; changes are counted at `POSITIONS`. Empty where nothing was probed.
     """
     names = ("slot", "site", "token")
     counts = [f"{name}s{part}" for name in names for part in ("_changed", "")]

@@ -1,4 +1,4 @@
-"""The token view: responses of a stored step, each token with its log-probabilities and its experts, old and new.
+"""The token view: responses of a stored step, with the old and new log-probabilities and experts of each token.
 
 `TokenStep` reads what the probe wrote; `token_view_html` puts a few responses into a page as a fragment that needs no
 network. The live page shows the same view of the same data.
@@ -25,14 +25,14 @@ from moe_rl.study.folders import read_parquet
 from moe_rl.tables import header_of
 
 MOST_TOKENS = 4096
-"""Tokens of one response that are shown."""
+"""Most tokens of one response that are shown."""
 REPORT_BYTES = 300_000
-"""Data of a token view inside a report."""
+"""Most bytes of data of a token view inside a report."""
 REPORT_TOKENS = 512
 
 
 class TokenStep:
-    """Tokens of one stored step of a run, and their routes where they were kept.
+    """The tokens of one stored step of a run, and the routes of these tokens where routes were kept.
 
     Raises StudyDataError for a step that was not stored, or files that do not fit each other.
     """
@@ -52,11 +52,11 @@ class TokenStep:
 
     @cached_property
     def routed(self) -> bool:
-        """Whether the routes of the old policy and of every update are there."""
+        """Whether the route files of the old policy and of every update exist."""
         return all(self._path(update).exists() for update in (0, *self.updates))
 
     def index(self) -> dict[str, Any]:
-        """What there is to choose from, and `top`, the largest number of changed experts of a token."""
+        """Return the responses and updates to choose from, and `top`, the largest number of changes at a token."""
         last = self.updates[-1]
         changed = {(seq, update): self.changed(seq, update) for seq in self.sequences for update in self.updates}
         routes = self.routes(0) if self.routed else None
@@ -79,16 +79,16 @@ class TokenStep:
         }
 
     def response(self, seq: int, update: int, most: int = MOST_TOKENS, routers: bool = False) -> dict[str, Any]:
-        """One response after one update; lists have one entry per token, the first `most` of them. `whole`: of all its
-        tokens their number, how many have a change (`touched`), the changes, and the mean log-ratio, live, nats per
-        token; null if one is not finite.
+        """Return one response after one update; lists have one entry for each of the first `most` tokens.
 
-        routers: with what the routers said, where it was kept: `old_gates`, `new_gates` [T][L][K], the share that each
+        `whole`: of all tokens of the response the number of `tokens`, of tokens with a change (`touched`) and of
+        changes (`changed`), and the mean `log_ratio` with live routing in nats per token, None if it is not finite.
+        `old_experts`: [T][L][K] ids, -1 where no route is known; `new_experts`: per token only the sites whose set of
+        experts changed, {site index: [K]}; both None where routes were not kept.
+
+        routers: include router outputs where they were kept: `old_gates`, `new_gates` [T][L][K], the share that each
             chosen expert has in the softmax over all experts, in the order of the stored ids; `old_margins` and
             `new_margins` [T][L], s_(k) - s_(k+1) in logits.
-
-        `old_experts`: [T][L][K] ids, -1 where no route is known; `new_experts`: per token only the sites whose set
-        changed, {site index: [K]}; both null where routes were not kept.
         """
         every, changed = self.rows(seq, update), self.changed(seq, update)
         log_ratio = (every["logp_natural"].astype(float) - every["old_logp"]).mean(skipna=False)
@@ -130,7 +130,7 @@ class TokenStep:
         return found
 
     def rows(self, seq: int, update: int) -> pd.DataFrame:
-        """The table's rows of one response after one update. Raises StudyDataError if there are none."""
+        """Return the table's rows of one response after one update. Raises StudyDataError if there are none."""
         rows = self._rows.get((seq, update))
         if rows is None:
             raise StudyDataError(
@@ -144,14 +144,14 @@ class TokenStep:
         return dict(iter(self.table.sort_values("pos", kind="stable").groupby(["seq", "update"])))
 
     def changed(self, seq: int, update: int) -> np.ndarray:
-        """Experts exchanged per token, summed over sites; without routes the number of changed sites."""
+        """Return the experts exchanged per token, summed over sites; without routes, the changed sites per token."""
         if not self.routed:
             return self.rows(seq, update)["flips"].to_numpy()
         old, new = (self.experts(seq, u) for u in (0, update))
         return slots_left(old, new).sum((-2, -1))
 
     def experts(self, seq: int, update: int) -> np.ndarray:
-        """Expert ids [T,L,K] of the response's tokens after an update; update 0 is the old policy."""
+        """Return the expert ids [T,L,K] of a response's tokens after an update; update 0 is the old policy."""
         row, rows = self.sequences.index(seq), self.rows(seq, self.updates[0])
         columns, part = self.first(row) + rows["pos"].to_numpy(), self.routes(update).rows(row)
         if part.tokens is not None:
@@ -161,11 +161,11 @@ class TokenStep:
         return part.ids[0].numpy()[columns]
 
     def all_experts(self, update: int) -> np.ndarray:
-        """Expert ids [N,L,K] of all stored tokens, response after response, as `experts` has them."""
+        """Return the expert ids [N,L,K] of all stored tokens, response after response, as `experts` returns them."""
         return np.concatenate([self.experts(seq, update) for seq in self.sequences])
 
     def first(self, row: int) -> int:
-        """Column of the routes in which a response begins; searched by its tokens in files that do not say it."""
+        """Return the column of the routes at which a response begins; search its tokens if the files do not say it."""
         if self._first is not None:
             return int(self._first[row])
         tokens = self.routes(0).tokens
@@ -182,9 +182,12 @@ class TokenStep:
         return StudyDataError(f"{self._path(update)}: its tokens are not those of tokens/step_{self.step:06d}.parquet")
 
     def routes(self, update: int) -> Any:
-        """RoutedExperts after an update, read once; one row per response. Raises StudyDataError for a damaged file."""
+        """Return the RoutedExperts after an update, one row per response; each file is read once.
+
+        Raises StudyDataError for a damaged file.
+        """
         if update not in self._routes:
-            from moe_rl.routing import RoutingError  # torch takes seconds: only where routes are shown
+            from moe_rl.routing import RoutingError  # importing torch takes seconds
             from moe_rl.training.route_tables import read_route_table
 
             try:
@@ -204,36 +207,41 @@ class TokenStep:
 
 
 def slots_left(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Which slots of `old` [..., L, K] hold an expert that `new` lacks at that site; none where a route is unknown."""
+    """Return a mask of the slots of `old` [..., L, K] whose expert `new` lacks at the site.
+
+    The mask is False where a route is unknown.
+    """
     left = np.repeat(((old >= 0) & (new >= 0)).all(-1, keepdims=True), old.shape[-1], -1)
-    for k in range(new.shape[-1]):  # never [..., L, K, K] in memory
+    for k in range(new.shape[-1]):  # so that no [..., L, K, K] is in memory
         left &= old != new[..., k : k + 1]
     return left
 
 
 def labelled(sites: Sequence[str]) -> dict[str, Any]:
-    """Routing sites, and what pages call them."""
+    """Return the names of routing sites and their labels on pages."""
     labels, common = short_sites(list(sites))
     return {"sites": list(sites), "labels": labels, "common": common}
 
 
 def tokens_file(folder: Path, step: int) -> Path:
-    """Where a run folder holds the tokens of a step."""
+    """Return the path at which a run folder holds the tokens of a step."""
     return folder / "tokens" / f"step_{step:06d}.parquet"
 
 
 def stored_steps(folder: Path) -> list[int]:
-    """Steps of which a run folder holds tokens."""
+    """Return the steps of which a run folder holds tokens."""
     found = (re.fullmatch(r"step_(\d+)\.parquet", path.name) for path in (folder / "tokens").glob("step_*.parquet"))
     return sorted(int(match[1]) for match in found if match)
 
 
 def token_view_html(data: StudyData, limit: int = REPORT_BYTES) -> Markup:
-    """The last stored step of the first run (arms in the study's order) that stored tokens, as an HTML fragment with
-    data, style and script in it; empty if there is none.
+    """Return the token view of one stored step as an HTML fragment that contains its data, style and script.
+
+    It shows the last stored step of the first run (arms in the study's order) that stored tokens; the fragment is empty
+    if no run did.
 
     Args:
-        limit: bytes of data; as many responses as fit are taken, spread over the step's, at least one.
+        limit: bytes of data; as many responses as fit are taken, spread over those of the step, at least one.
     """
     runs = (run for arm in data.arms.index for run in data.runs_of(str(arm)))
     chosen = next((run for run in runs if stored_steps(run.folder)), None)
@@ -259,7 +267,7 @@ def token_view_html(data: StudyData, limit: int = REPORT_BYTES) -> Markup:
         "live and with the old routes replayed. moe-rl watch shows every run and stored step."
     )
     script = static("token_view.js") + "\nmoeRL.inlineTokenView();"
-    return Markup(  # own files, and data in which no tag can begin
+    return Markup(  # safe: own files, and data in which no tag can begin
         f"<style>{static('token_view.css')}</style>\n"
         f'<p class="quiet small">{escape(about)}</p>\n'
         '<div class="tv" id="token-view"><noscript>The token view needs JavaScript.</noscript></div>\n'
@@ -269,12 +277,12 @@ def token_view_html(data: StudyData, limit: int = REPORT_BYTES) -> Markup:
 
 
 def static(name: str) -> str:
-    """A file of the page as text."""
+    """Return a file of the page in `moe_rl/study/static` as text."""
     return (files("moe_rl.study") / "static" / name).read_text(encoding="utf-8")
 
 
 def evenly(items: Sequence[int]) -> Iterator[int]:
-    """The items, first those far apart: ends, middle, quarters, ...
+    """Yield the items in an order in which the first ones are far apart: ends, middle, quarters, ...
 
     >>> list(evenly([0, 1, 2, 3, 4]))
     [0, 4, 2, 1, 3]
@@ -291,13 +299,13 @@ def evenly(items: Sequence[int]) -> Iterator[int]:
 
 
 def _dump(content: Any) -> str:
-    """JSON that may stand inside <script>: no `<`, so no tag can begin or end in it."""
+    """Return JSON that may stand inside <script>: it contains no `<`, so that no tag can begin or end in it."""
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _listed(values: np.ndarray, digits: int) -> list[Any]:
-    """As nested lists of numbers of so many digits (nine tell any two of 32 bits apart), null where there is none."""
+    """Return nested lists of numbers with so many digits (nine tell any two of 32 bits apart), None if not finite."""
     values = values.astype(float)
     size = np.where(np.isfinite(values) & (values != 0), abs(values), 1.0)
     scale = 10.0 ** (digits - 1 - np.floor(np.log10(size)))
@@ -307,5 +315,5 @@ def _listed(values: np.ndarray, digits: int) -> list[Any]:
 
 
 def _rounded(value: Any) -> float | None:
-    """A number as pages get it; None where there is none."""
+    """Return a number with six digits, as pages get it; None for a value that is None or not finite."""
     return None if value is None or not np.isfinite(value) else float(f"{float(value):.6g}")

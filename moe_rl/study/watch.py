@@ -1,4 +1,4 @@
-"""`moe-rl watch`: one local page that follows a study. Loopback only, read only, nothing from outside.
+"""`moe-rl watch`: a server of one local page that follows a study. Loopback only, read only, nothing from outside.
 
 A page of another site could reach a server on this machine: requests whose Host is not this machine's name are refused
 (DNS rebinding), answers are same-origin, and run names are looked up in a list, never made into paths.
@@ -60,13 +60,13 @@ def watch(folder: str | Path, port: int = 0, open_browser: bool = False) -> None
 
     Raises:
         StudyDataError: the folder is missing, or holds neither a study nor a run.
-        ValueError: the port is taken, or none.
+        ValueError: the port is taken, or is no valid port.
     """
     server = make_server(folder, port)
     url = f"http://{ADDRESS}:{server.server_port}/"
     try:
         print(f"watching {folder} at {url}  (Ctrl-C ends it)", flush=True)
-        # Routes need torch, which takes seconds to import: done while the reader looks at the curves.
+        # Routes need torch, which takes seconds to import: a thread does it while the reader looks at the curves.
         threading.Thread(target=import_torch, daemon=True).start()
         if open_browser:
             webbrowser.open(url)
@@ -78,7 +78,7 @@ def watch(folder: str | Path, port: int = 0, open_browser: bool = False) -> None
 
 
 def make_server(folder: str | Path, port: int = 0) -> "WatchServer":
-    """The server, bound but not serving yet."""
+    """Return the server, bound to a port but not serving yet."""
     study = LiveStudies(folder)
     if not 0 <= port <= 65535:
         raise ValueError(f"--port {port}: expected 0 to 65535. Leave it out to take a free one.")
@@ -94,7 +94,7 @@ def make_server(folder: str | Path, port: int = 0) -> "WatchServer":
 
 
 class WatchServer(ThreadingHTTPServer):
-    """One study or several; requests are answered by threads that end with the process."""
+    """The HTTP server of one or several studies; threads that end with the process answer the requests."""
 
     daemon_threads = True
     allow_reuse_address = os.name != "nt"  # on Windows it would let two servers share a port
@@ -109,19 +109,21 @@ class WatchServer(ThreadingHTTPServer):
 
 
 class Api:
-    """Answers of /api/...: JSON values; `study` in a query names one of several. Raises LiveError for what does not
-    exist, StudyDataError for damaged files."""
+    """The answers to /api/... requests, as JSON values; `study` in a query names one of several studies.
+
+    Raises LiveError for what does not exist, StudyDataError for damaged files.
+    """
 
     def __init__(self, studies: LiveStudies):
         self.studies = studies
         self.lock = threading.Lock()
-        self.alarms_lock = threading.Lock()  # of its own: every poll takes it, and a long response holds the other
+        self.alarms_lock = threading.Lock()  # separate: every poll takes it, and a long response holds the other one
         self.alarms: dict[Path, LiveAlarms] = {}
         names = ("study", "catalogue", "experts", "run", "sites", "tokens", "response")
         self.answers: dict[str, Callable[[dict[str, str]], dict[str, Any]]] = {n: getattr(self, n) for n in names}
 
     def study(self, query: dict[str, str]) -> dict[str, Any]:
-        """Runs, arms, conditions, settings in which arms differ, alarms; with what the page draws them in."""
+        """Return runs, arms, conditions, settings in which arms differ, and alarms, with the colours of the page."""
         live = self._live(query)
         table, problem = _alarm_table(live.thresholds)
         names = ("name", "title", "rule", "source", "declared")
@@ -130,13 +132,16 @@ class Api:
         return {**live.overview(), **about, "scales": scales()}
 
     def catalogue(self, query: dict[str, str]) -> dict[str, Any]:
-        """Metrics that can be drawn besides the page's own curves."""
+        """Return the metrics that can be drawn besides the page's own curves."""
         import_torch()
         return {"metrics": choosable()}
 
     def run(self, query: dict[str, str]) -> dict[str, Any]:
-        """Curves of `run` after the cursor `since`, with the chosen `metrics` (kind.name, comma between them), and the
-        steps whose tokens are stored; at the end of what there is also its alarms."""
+        """Return the curves of `run` after the cursor `since`, and the steps whose tokens are stored.
+
+        The chosen `metrics` (kind.name, with commas between them) are added; an answer that reaches the end of the file
+        also has the alarms of the run.
+        """
         folder, metrics = self._folder(query), {}
         for name in filter(None, query.get("metrics", "").split(",")):
             known = self.catalogue(query)["metrics"]
@@ -148,23 +153,23 @@ class Api:
         return answer if answer["more"] else {**answer, "alarms": self._alarms(self._live(query), query["run"], folder)}
 
     def experts(self, query: dict[str, str]) -> dict[str, Any]:
-        """Tokens by site and expert of `run`, old against new, over the stored steps."""
+        """Return the numbers of tokens by site and expert of `run`, old and new, over the stored steps."""
         folder = self._folder(query)
         import_torch()
         with self.lock:
             return expert_counts(folder)
 
     def sites(self, query: dict[str, str]) -> dict[str, Any]:
-        """Slot change by routing site of `run` after the cursor `since`, and the noise floor."""
+        """Return the slot change by routing site of `run` after the cursor `since`, and the noise floor."""
         return new_sites(self._folder(query) / "metrics.jsonl", query.get("since", ""))
 
     def tokens(self, query: dict[str, str]) -> dict[str, Any]:
-        """Responses and updates that `run` stored of `step`."""
+        """Return the responses and updates that `run` stored of `step`."""
         with self.lock:
             return self._step(query).index()
 
     def response(self, query: dict[str, str]) -> dict[str, Any]:
-        """The tokens of `run`, `step`, response `seq` after `update`."""
+        """Return the tokens of the response `seq` of `run` and `step` after `update`."""
         with self.lock:
             stored, seq, update = self._step(query), _whole(query, "seq"), _whole(query, "update")
             if seq not in stored.sequences or update not in stored.updates:
@@ -200,7 +205,7 @@ class Api:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET of the page, its files and the API; nothing else."""
+    """The handler of requests: GET and HEAD of the page, its files and the API; all else is refused."""
 
     protocol_version = "HTTP/1.1"
     server_version = "moe-rl"
@@ -230,7 +235,7 @@ class Handler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the library itself refuses: no method that it knows, no request at all."""
+        """Answer what the library itself refuses: an unknown method, or what is no request at all."""
         self.close_connection = True
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
         self._send(status, "text/plain", f"{status.phrase}\n".encode())
@@ -244,11 +249,11 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A terminal full of requests would hide what matters."""
+        """Print nothing: a terminal full of requests would hide what matters."""
 
 
 def own_host(host: str) -> bool:
-    """Whether a Host header names this machine; any port, because of SSH forwarding.
+    """Return whether a Host header names this machine, with any port, because of SSH forwarding.
 
     >>> own_host("localhost:9000"), own_host("127.0.0.1"), own_host("study.example:8765"), own_host("")
     (True, True, False, False)
@@ -267,7 +272,7 @@ def _answer(api: Api, name: str, query: str) -> tuple[HTTPStatus, str, bytes]:
         status, content = HTTPStatus.NOT_FOUND, _json({"error": str(error)})
     except (OSError, ValueError) as error:  # StudyDataError is a ValueError
         status, content = HTTPStatus.INTERNAL_SERVER_ERROR, _json({"error": str(error)})
-    except Exception as error:  # values in somebody's files that nobody thought of: the page says so, and goes on
+    except Exception as error:  # unforeseen values in a file: the page says so, and goes on
         what = f"{name}: the files hold what cannot be shown ({type(error).__name__}: {error})"
         status, content = HTTPStatus.INTERNAL_SERVER_ERROR, _json({"error": what})
     return status, "application/json; charset=utf-8", content
@@ -278,7 +283,7 @@ def _json(content: Any) -> bytes:
 
 
 def _alarm_table(own: Any) -> tuple[tuple[Alarm, ...], str]:
-    """A study's alarms, and what is wrong with thresholds that it sets itself (then those of the table hold)."""
+    """Return a study's alarms, and what is wrong with the study's own thresholds (then those of `ALARMS` hold)."""
     try:
         if isinstance(own, dict) and any(isinstance(value, dict) for value in own.values()):
             import_torch()
@@ -303,8 +308,10 @@ _IMPORTING = threading.Lock()
 
 
 def import_torch() -> None:
-    """Import what the catalogue and routes need, which takes seconds. One thread at a time: another would find modules
-    of transformers that are not filled yet."""
+    """Import what the catalogue and routes need, torch among it, which takes seconds.
+
+    Only one thread at a time may import: another would find modules of transformers that are not filled yet.
+    """
     with _IMPORTING:
         import moe_rl.measure.catalogue
         import moe_rl.training.route_tables  # noqa: F401

@@ -12,12 +12,14 @@ from moe_rl.study.live import LiveStudies
 
 
 def print_alarms(folder: str | Path) -> int:
-    """Print the alarms of the runs under a folder (`LiveStudies`), also of those under other roundings, by the study's
-    thresholds: a line for each that crossed, for each collapse, for each metric of the study's own alarms that a run
-    has not recorded or wrote as null, and for what cannot be read.
+    """Print the alarms of the runs under a folder (`LiveStudies`), by the study's thresholds; return the exit status.
+
+    Runs under other roundings are included. There is a line for each alarm that crossed, for each collapse, for each
+    metric of the study's own alarms that a run has not recorded or wrote as null, and for what cannot be read.
 
     Returns 3 if anything crossed, collapsed or is null; else 1 if something of a run, or of one of several studies,
-    cannot be read or is lost; else 0. Raises StudyDataError where there is no study, or that of the only one."""
+    cannot be read or is lost; else 0. Raises StudyDataError where there is no study, or the only study cannot be read.
+    """
     studies, crossed, damaged, silent, count = LiveStudies(folder), False, False, 0, 0
     for study in studies.names() or [""]:
         live = studies.study(study)
@@ -34,7 +36,7 @@ def print_alarms(folder: str | Path) -> int:
         table = alarms_of(live.thresholds)
         for again, run in [(again, run) for again, place in places.items() for run in place.runs()]:
             alarms, rows, notes, wrong = _read(run, table)
-            told = list(_told(alarms)) if rows else []
+            told = list(_messages(alarms)) if rows else []
             for words in (*(words for words, _ in told), *notes, *wrong):
                 print(f"{'/'.join(filter(None, (study, again, run.name)))}: {words}")
             crossed |= any(on for _, on in told)
@@ -48,7 +50,7 @@ def print_alarms(folder: str | Path) -> int:
 
 
 def _read(run: Run, table: tuple[Alarm, ...]) -> tuple[RunAlarms, int, list[str], list[str]]:
-    """A run's alarms, from how many rows, what is to be noted of the others, and what is wrong."""
+    """Return a run's alarms, the number of rows read, notes on rows that were left out, and what is wrong."""
     alarms, rows, notes, wrong = RunAlarms(table), 0, list[str](), list[str]()
     path, config = run.folder / "metrics.jsonl", run.folder / "config.yaml"
     try:
@@ -66,13 +68,13 @@ def _read(run: Run, table: tuple[Alarm, ...]) -> tuple[RunAlarms, int, list[str]
     return alarms, rows, notes, [f"{line}; it{more} left out" for line in wrong[:1]]
 
 
-def _told(alarms: RunAlarms) -> Iterator[tuple[str, bool]]:
-    """What there is to say of a run's alarms, each with whether it is one."""
+def _messages(alarms: RunAlarms) -> Iterator[tuple[str, bool]]:
+    """Yield the messages on a run's alarms, each with whether it counts as an alarm."""
     for alarm in alarms.alarms:
         if steps := [step for step, _ in alarms.crossed[alarm.name]]:
             yield f"{alarm.name} crossed {_when(steps)} ({alarm.rule})", True
         nulls = alarms.nulls.get(alarm.name)
-        if alarm.declared and nulls:  # what is not finite is written as null: beyond every threshold
+        if alarm.declared and nulls:  # null stands for a value that is not finite, beyond every threshold
             yield f"{alarm.kind}.{alarm.metric} is null {_when(nulls)} ({alarm.name})", True
         elif alarm.declared and not alarms.seen[alarm.name]:
             yield f"{alarm.name} has no value so far ({alarm.rule})", False

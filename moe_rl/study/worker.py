@@ -1,7 +1,8 @@
-"""A process that imports once and makes many runs, any number at a time, each in a process of its own.
+"""A worker process that imports once and makes many runs, any number at a time, each in a process of its own.
 
-Imports take four CPU seconds and more, as long as five RL steps of the tiny policy. The worker forks after them, so
-that a run has them, and the memory they fill, for nothing, and leaves nothing behind for the next.
+Imports take four CPU seconds and more, as long as five RL steps of the tiny policy. Where it may (`_may_fork`), the
+worker forks a process for each run after the imports, so that a run gets the imports, and the memory that they fill,
+for nothing, and leaves nothing behind for the next run.
 """
 
 import contextlib
@@ -30,15 +31,17 @@ NEEDED = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
-"""What a run of the tiny policy imports; anything else it imports itself, pyarrow among it, which starts a thread."""
+"""Modules that the worker imports for the runs; a run imports others itself, such as pyarrow, which starts a thread."""
 
 
 class Worker:
-    """The parent's side: starts the process, gives it runs, hears how they ended. A run is known by its log.
+    """The parent's side of a worker: starts the process, gives it runs and hears how the runs ended.
+
+    A run is identified by its log.
 
     Args:
         rounding: `native`, or the instruction set that torch's kernels must use.
-        log: where it complains if it cannot start; written anew.
+        log: file for the errors of the worker itself, such as that it cannot start; written anew.
     """
 
     def __init__(self, rounding: str, log: Path):
@@ -59,29 +62,31 @@ class Worker:
             )
 
     def begin(self, arguments: Sequence[object], log: Path) -> None:
-        """Start `moe-rl ARGUMENTS`, with what it prints in `log`."""
+        """Start the run `moe-rl ARGUMENTS`, whose output goes to `log`."""
         request = {"arguments": [str(argument) for argument in arguments], "log": str(log)}
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died; `ended` says so
+        with contextlib.suppress(BrokenPipeError):  # the worker died; `ended` says so
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
 
     def ended(self, log: Path) -> int | None:
-        """Exit status of the run with this log, negative for a signal; of a worker that died its own; None while the
-        run goes on."""
-        answers, dead = self.process.stdout, not self.alive()  # asked first: then all that it answered is in the pipe
+        """Return the exit status of the run with this log, negative for a signal; None while the run goes on.
+
+        If the worker died, it is the worker's exit status (1 instead of 0).
+        """
+        answers, dead = self.process.stdout, not self.alive()  # first: then all its answers are in the pipe
         assert answers is not None
         while not self._gone and select.select([answers], [], [], 0)[0]:
             answer = answers.readline()
             self._status |= json.loads(answer) if answer else {}
             self._gone = not answer
-        self._gone = self._gone or dead  # what a run has forked and left behind keeps the pipe open
+        self._gone = self._gone or dead  # a process that a run left behind may keep the pipe open
         return self._status.pop(str(log), (self.process.wait() or 1) if self._gone else None)
 
     def alive(self) -> bool:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        """End it, and the runs that it is at."""
+        """End the worker and its runs that go on."""
         self.process.terminate()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -93,21 +98,21 @@ class Worker:
 
 
 def serve() -> None:
-    """Take runs from standard input until it ends; answer for each, when it has ended, with its exit status."""
+    """Take runs from standard input until its end; answer with the exit status of each run when the run has ended."""
     end_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print is no answer
+    os.dup2(2, 1)  # so that text which libraries print is not taken for an answer
     signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the runs and the parent, who end this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # left to the runs, and to the parent, which ends this process
     with importing():
         forks = _may_fork()
         for name in NEEDED if forks else ():
             importlib.import_module(name)
-    gc.freeze()  # looking for garbage would write to the memory that runs share
-    context: Any = multiprocessing.get_context("fork" if forks else "spawn")  # the types of the two share no Process
+    gc.freeze()  # a garbage collection would write to the memory that runs share
+    context: Any = multiprocessing.get_context("fork" if forks else "spawn")  # Any: their types share no Process
     requests, runs, more = os.fdopen(0, "rb", buffering=0, closefd=False), dict[str, Any](), True
     while more or runs:
-        # What a run has forked and left behind keeps its sentinel open: each is asked once a second, too.
+        # A process that a run left behind keeps the sentinel open: therefore exit codes are read once a second, too.
         ready = wait([run.sentinel for run in runs.values()] + [0] * more, timeout=1.0 if runs else None)
         for log in [log for log, run in runs.items() if run.sentinel in ready or run.exitcode is not None]:
             run = runs.pop(log)
@@ -121,7 +126,7 @@ def serve() -> None:
                 run = context.Process(target=_run, args=(request["arguments"], request["log"], os.getpid()))
                 try:
                     run.start()
-                except OSError as error:  # no memory, or no more processes: the others go on
+                except OSError as error:  # no memory, or no more processes: the other runs go on
                     with contextlib.suppress(OSError), open(request["log"], "a") as file:
                         print(f"moe-rl: error: the run's process could not be started: {error}", file=file)
                     print(json.dumps({request["log"]: 1}), file=answers, flush=True)
@@ -130,19 +135,22 @@ def serve() -> None:
 
 
 def _may_fork() -> bool:
-    """Not where there is a device: a process forked from one that has asked for it cannot use it."""
+    """Return whether runs may be forked: only on Linux, and only without an accelerator.
+
+    A process that is forked from one that has asked for an accelerator cannot use the accelerator.
+    """
     import torch
 
     return sys.platform == "linux" and not torch.accelerator.is_available()
 
 
 def _run(arguments: list[str], log: str, worker: int) -> None:
-    """`moe-rl ARGUMENTS` in this process, which ends with its worker."""
+    """Run `moe-rl ARGUMENTS` in this process, which ends with its worker."""
     end_with_parent(worker)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # it would read the requests
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # else the run would read the requests
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.argv = ["moe-rl", *arguments]
