@@ -1,4 +1,5 @@
-"""Log-probabilities and rewards -> advantages, ratios, loss: pure torch functions that know no model.
+"""Advantages, importance ratios and policy losses from rewards and log-probabilities: pure torch functions, which take
+tensors and no model.
 
 Reading order: `ratios`, `gates`, `other_gates`, `divergence`, `objective`, `presets`, `loss`,
 `diagnostics`; then `advantages`, `other_advantages`, `corrections`, `kl`, `gae` (PPO), `preferences` (DPO, reward
