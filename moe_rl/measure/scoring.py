@@ -113,7 +113,7 @@ def in_order_of(own: RoutedExperts, routes: RoutedExperts) -> RoutedExperts:
 
 @torch.no_grad()
 def decoded_logps(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Tensor, "B T"]:
-    """Return log-probabilities as `text_logps`, but decoded with a KV cache: `prefill` columns, then one column a forward.
+    """Return log-probabilities as `text_logps`, with a KV cache: `prefill` columns first, then one column a forward.
 
     A token is scored by the call on the column before it; the first token after the prompt by the prefill. The head
     computes as in `token_logps`, so that only the cache and the shapes differ.
