@@ -113,9 +113,10 @@ class ReplayTrainer(Trainer):
         return scoring
 
     def _scored(self: Any, responses: int) -> None:
-        """Note that a batch was sampled and scored: begin a new step of the measurements."""
-        args = self.args  # after a resume a new batch is sampled
+        """Begin a new step of the measurements, for a batch that was sampled and scored."""
+        args = self.args
         updates = self.state.global_step
+        # rounded up below, because after a resume a new batch is sampled
         batches = updates * args.gradient_accumulation_steps / (args.steps_per_generation * self.num_iterations)
         self._scored_at = self._taken
         self._measures.scored(responses, updates, math.ceil(batches), self._rewards)
@@ -345,7 +346,8 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
     suffix = "" if trainer.replay == "none" else f"_{trainer.replay.lower()}"
     arm = objective + suffix if seed is None else folder.parent.name
     given = {name: value for name, value in sorted(args.to_dict().items()) if is_plain(value)}
-    nested = {name: value for name, value in given.items() if isinstance(value, list | dict)}  # not in older runs
+    # Lists and dicts count as defaults, because older runs did not record them.
+    nested = {name: value for name, value in given.items() if isinstance(value, list | dict)}
     known = {f.name: f.default for f in fields(args) if f.name in given and is_plain(f.default)} | nested
     group = {name: next((g for g, begins in GROUPS.items() if name.startswith(begins)), "arguments") for name in given}
 
@@ -355,7 +357,8 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
     about = {"model": about_model(trainer.model), "rewards": list(getattr(trainer, "reward_func_names", ()))}
     method = {"objective": objective, "replay": trainer.replay, "trainer": trainer._bare.__name__}
     may_change = [name for name in given if name in LENGTH or (group[name] == "run" and "seed" not in name)]
-    free = [f"{place}.{name}" for name in may_change for place in (group[name], "arguments")]  # older runs: there
+    # Both places, because older runs have every argument under `arguments`.
+    free = [f"{place}.{name}" for name in may_change for place in (group[name], "arguments")]
     return RunWriter(
         folder,
         arm=arm,
@@ -375,7 +378,7 @@ def is_plain(value: Any) -> bool:
 
 def about_model(model: Any) -> dict[str, Any]:
     """Return what comparable arms must share: the model's path and class, and its number of trained parameters."""
-    core = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT's model
+    core = model.get_base_model() if hasattr(model, "get_base_model") else model  # the model inside
     return {
         "path": getattr(getattr(core, "config", None), "name_or_path", None) or None,
         "class": type(core).__name__,

@@ -76,7 +76,7 @@ class SampledRoutes:
         self._batch = found, [len(x) for x in prompts], [len(x) for x in answers]
 
     def routes(self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int) -> RoutedExperts:
-        """Return the batch's routes `[B,T,L,K]` in TRL's padding: all completions begin at the same column."""
+        """Return the batch's routes `[B,T,L,K]` in TRL's padding: prompts end and completions begin at one column."""
         if self._batch is None:
             raise RoutingError("no batch was sampled since the last one: there are no routes to replay")
         (arrays, prompts, answers), self._batch = self._batch, None

@@ -1,5 +1,4 @@
-"""Advantages, importance ratios and policy losses from rewards and log-probabilities: pure torch functions, which take
-tensors and no model.
+"""Advantages, importance ratios and losses, as pure torch functions of rewards and log-probabilities, without a model.
 
 Reading order: `ratios`, `gates`, `other_gates`, `divergence`, `objective`, `presets`, `loss`,
 `diagnostics`; then `advantages`, `other_advantages`, `corrections`, `kl`, `gae` (PPO), `preferences` (DPO, reward

@@ -197,8 +197,10 @@ def engine_weights(
     advantage: Float[Tensor, "B T"],
     keep: Bool[Tensor, "B T"],
 ) -> dict[str, Tensor | None]:
-    """Return the fields of `TokenValues` about the engine that sampled, by name: `engine_log_weight` and, if there are
-    corrections, the product of their weights and the tokens at which a truncating correction reaches its cap."""
+    """Return the fields of `TokenValues` about the sampling engine and the corrections for it, by name.
+
+    They are `engine_log_weight` and, if there are corrections, the product of the corrections' weights and the tokens
+    at which a truncating correction reaches its cap."""
     gap = token_log_ratio(old_logps.detach(), rollout_logps, keep)
     if not corrections:
         return {"engine_log_weight": gap}

@@ -76,8 +76,9 @@ LOSS_METRICS: tuple[Metric, ...] = (
 
 
 def optional_metrics(values: TokenValues) -> dict[str, Tensor]:
-    """Return the metrics of the reference policy, the sampling engine, the engine corrections and the route weight, each
-    only if `values` has its fields."""
+    """Return the metrics of the optional fields of `values`, each only if its field is given.
+
+    The fields are those of the reference policy, the sampling engine, the engine corrections and the route weight."""
     mask = values.mask
     metrics: dict[str, Tensor] = {}
     if values.ref_kl is not None:

@@ -53,8 +53,8 @@ def divergence_tv_gate(
     """Return the surrogate of DPPO-Binary-TV (arXiv:2602.04879), sg[M min(r, ratio_cap)] A log pi.
 
     M = 0 where A > 0 and p - q > clip_high, or A < 0 and p - q < -clip_low. |p - q| is the total variation of "this
-    token" against "any other"; p - q has its sign
-    for the sampled token, so that a gradient which moves p back towards q is never masked.
+    token" against "any other". The sign of p - q is the direction in which the sampled token moved: a gradient that
+    moves p back towards q is never masked.
     """
     clipped = outside_trust_region(probability_shift(x), x.advantages, -clip_low, clip_high)
     weight = torch.where(clipped, 0.0, _capped(x, ratio_cap=ratio_cap))

@@ -67,8 +67,9 @@ class GateInputs:
 
     @cached_property
     def log_ratio(self) -> Float[Tensor, "B T"]:
-        """`level_log_ratio`, but 0 on tokens with advantage 0: these get neither a value nor a gradient, however large
-        their ratio is (0 * inf would be NaN)."""
+        """`level_log_ratio`, but 0 on tokens with advantage 0.
+
+        Such tokens have neither a value nor a gradient, however large their ratio is (0 * inf would be NaN)."""
         return torch.where(self.advantages == 0, 0.0, self.level_log_ratio)
 
     def nowhere(self) -> Bool[Tensor, "B T"]:

@@ -42,8 +42,7 @@ def process_advantages(
     scale: Literal["std", "none"] | str = "std",
     eps: float | int = 1e-4,
 ) -> Float[Tensor, "B T"]:
-    """Return the advantages of process supervision: normalised step rewards, summed from each token to the end
-    (arXiv:2402.03300, 4.1.3).
+    """Return the advantages of process supervision: sums of normalised step rewards (arXiv:2402.03300, 4.1.3).
 
         r~_i[j] = (r_i[j] - mean(R)) / (std(R) + eps)
         A[i,t]  = sum of r~_i[j] over the steps j that end at or after t

@@ -1,5 +1,7 @@
-"""Gates of methods other than PPO, GRPO and GSPO: MiniRL's mask, a clip of whole sequences, no clip, no ratio, CISPO's
-cap, SAPO's sigmoid, GMPO's mean of clipped ratios, VESPO's gamma kernel."""
+"""Gates of methods other than PPO, GRPO and GSPO.
+
+MiniRL's mask, a clip of whole sequences, no clip, no ratio, CISPO's cap, SAPO's sigmoid, GMPO's mean of clipped
+ratios, and VESPO's gamma kernel."""
 
 import torch
 from jaxtyping import Float
