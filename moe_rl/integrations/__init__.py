@@ -1,6 +1,6 @@
-"""The same instrument inside other people's trainers: `trl`, `swift` (ms-swift), `verl`.
+"""Integrations: Routing Replay and routing diagnostics inside other trainers, `trl`, `swift` (ms-swift) and `verl`.
 
-Each file plugs into one trainer, and none of them is imported by the others or by any other room. An integration
-replays at a proven fraction or raises: it never trains on silently without replay. What works with which setting, and
-what has been run, is in docs/integrations.md.
+Each of these modules serves one trainer; it is imported by none of the others and by no other package of moe_rl. An
+integration proves the replayed fraction or raises: it never goes on training without replay silently.
+docs/integrations.md says which settings work and what has been run.
 """

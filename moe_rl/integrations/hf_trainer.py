@@ -1,4 +1,6 @@
-"""What TRL's and ms-swift's trainers have in common: both are transformers' Trainer with a buffer of scored batches."""
+"""Base class and helpers shared by the integrations of TRL and ms-swift.
+
+The trainers of both are subclasses of transformers' Trainer with a buffer of scored batches."""
 
 import logging
 import math
@@ -17,7 +19,7 @@ from moe_rl.integrations.old_policy import OldPolicy, refuse_options, refuse_ran
 from moe_rl.names import seed_of
 from moe_rl.routing import RoutedExperts, RoutingError, record_routes, replay_routes
 
-if TYPE_CHECKING:  # whatever trainer it is put in front of
+if TYPE_CHECKING:  # the base is any trainer class that `routing_replay` is given
     from typing import Any as Trainer
 else:
     Trainer = object
@@ -26,7 +28,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class Scoring(NamedTuple):
-    """One pass that scored responses through the policy's module: its policy is the trained one or the reference."""
+    """One recorded scoring pass of responses through the policy's module, by the trained policy or the reference.
+
+    routes, choice: as in `OldPolicy`. text: the inputs of the pass.
+    """
 
     logps: Tensor
     routes: RoutedExperts
@@ -35,27 +40,29 @@ class Scoring(NamedTuple):
 
 
 class ReplayTrainer(Trainer):
-    """Overrides of transformers' Trainer, to be put in front of a trainer class; what a batch is, its subclass says."""
+    """Mixin in front of a trainer class that records, replays and measures; subclasses know the trainer's batches."""
 
     _bare: type
     _probes: Sequence[ProbeBatch] = ()
-    _taken = 0  # optimizer steps, over all calls of train(), each of which counts global_step from its own beginning
-    _scored_at: int | None = None  # of these, when the batch in the buffer was scored
+    _taken = 0  # optimizer steps over all calls of train(); each call counts global_step anew
+    _scored_at: int | None = None  # value of _taken when the batch in the buffer was scored
     _scorings: list[Scoring] | None = None  # a list while a batch of training prompts is scored
-    # Of the forward of a loss that is under way: log-probabilities; the load-balancing loss, where it is added.
+    # While a loss is computed: log-probabilities of each forward, and its load-balancing loss if the loss includes one.
     _forwards: list[tuple[Tensor, Tensor | None]] | None = None
     _not_loaded: Sequence[str] = ()  # weights that transformers did not find in the checkpoint that it loads
 
     def _choose(self: Any, replay: str, kinds: Sequence[str], first_change_tolerance: float) -> None:
-        """Before the trainer is made."""
+        """Check and keep the options, before the trainer is made."""
         refuse_options(replay, kinds, first_change_tolerance)
         self.replay, self.first_change_tolerance = replay, first_change_tolerance
 
     def _begin(
         self: Any, run_folder: Any, objective: str, sequence_clip: bool | None, one_update: bool = False
     ) -> None:
-        """After the trainer is made. Raises RoutingError for settings under which there is nothing to measure.
-        one_update: whether there is, though a batch gets one update."""
+        """Set up the measurements, after the trainer is made.
+
+        Raises RoutingError for settings under which there is nothing to measure. one_update: allow one update per
+        batch, because something else is measured."""
         if not one_update:
             refuse_one_update(self.args, self.num_iterations)
         if run_folder is not None:
@@ -73,7 +80,7 @@ class ReplayTrainer(Trainer):
         self.add_callback(_AfterUpdate(self))
 
     def _with_scorings(self: Any, make: Callable[[], Any]) -> tuple[Any, list[Scoring]]:
-        """What `make` makes, and the passes that scored meanwhile."""
+        """Return the result of `make()` and the scoring passes that were made meanwhile."""
         self._scorings = []
         try:
             return make(), self._scorings
@@ -81,8 +88,10 @@ class ReplayTrainer(Trainer):
             self._scorings = None
 
     def _pass(self: Any, model: Any, score: Callable[[], Any], text: dict[str, Any], aux_loss: int | None) -> Any:
-        """What `score` returns, log-probabilities first; kept if the policy scores a batch, or a loss is under way.
-        aux_loss: where in it the load-balancing loss is."""
+        """Return the result of `score()`, a tuple that begins with log-probabilities, and keep what is needed of it.
+
+        While a batch is scored, a pass of the policy's module is kept with its routes; while a loss is computed, its
+        log-probabilities and load-balancing loss are kept. aux_loss: index of the load-balancing loss in the result."""
         if self._scorings is None or model is not self.model:
             found = score()
             if self._forwards is not None:
@@ -94,7 +103,7 @@ class ReplayTrainer(Trainer):
         return found
 
     def _scoring_of(self: Any, scorings: list[Scoring], old_logps: Tensor | None) -> Scoring:
-        """The pass that made a batch's old log-probabilities: `is` proves it."""
+        """Return the pass that made a batch's old log-probabilities: the one with the very same tensor (`is`)."""
         scoring = next((one for one in scorings if one.logps is old_logps), None)
         if scoring is None:
             raise RoutingError(
@@ -104,9 +113,10 @@ class ReplayTrainer(Trainer):
         return scoring
 
     def _scored(self: Any, responses: int) -> None:
-        """A batch was sampled and scored."""
-        args = self.args  # after a resume a new batch is sampled
+        """Begin a new step of the measurements, for a batch that was sampled and scored."""
+        args = self.args
         updates = self.state.global_step
+        # rounded up below, because after a resume a new batch is sampled
         batches = updates * args.gradient_accumulation_steps / (args.steps_per_generation * self.num_iterations)
         self._scored_at = self._taken
         self._measures.scored(responses, updates, math.ceil(batches), self._rewards)
@@ -114,8 +124,10 @@ class ReplayTrainer(Trainer):
     def _replayed_loss(
         self: Any, model: nn.Module, old: OldPolicy, found: Minibatch, real: Tensor, loss_of: Callable[[], Any]
     ) -> Any:
-        """The loss of a minibatch whose old policy is `old`, and the proof of what was replayed. real: `[B,T]`, true on
-        real tokens. Raises RoutingError where anything but all of it was."""
+        """Return the loss of a minibatch under the routes of the old policy `old`, and prove that all were replayed.
+
+        `found` is filled with the measurements. real: `[B,T]`, true on real tokens. Raises RoutingError if not all
+        rows with a route were replayed, or the loss did not call the model exactly once."""
         first = self._taken == old.step  # no weight has moved since it was scored
         now: RoutedExperts | None = None
         self._forwards = []
@@ -167,7 +179,7 @@ class ReplayTrainer(Trainer):
                     "trainer again and pass resume_from_checkpoint to train(), or choose another run_folder"
                 )
             result = super().train(*args, **kwargs)
-            if writer and self.state.global_step < self.state.max_steps:  # a callback stopped it: it may go on
+            if writer and self.state.global_step < self.state.max_steps:  # stopped by a callback: it may go on
                 writer.close()
             return result
 
@@ -206,7 +218,7 @@ class ReplayTrainer(Trainer):
             load_converted(self.model, names, checkpoint)
 
     def after_update(self: Any) -> None:
-        """After each step of the optimizer, before it is logged."""
+        """Measure an update: called after each step of the optimizer, before the trainer logs."""
         self._taken += 1
         if self._scored_at is None:
             return
@@ -218,7 +230,7 @@ class ReplayTrainer(Trainer):
 
 
 def refuse_wrapped(trainer_class: type) -> None:
-    """TypeError for a trainer that records and replays already."""
+    """Raise TypeError for a trainer class that records and replays already."""
     if issubclass(trainer_class, ReplayTrainer):
         raise TypeError(
             f"{trainer_class.__name__} is made by routing_replay already: wrap a trainer once (a cell that ran "
@@ -227,6 +239,8 @@ def refuse_wrapped(trainer_class: type) -> None:
 
 
 class _AfterUpdate(TrainerCallback):
+    """Callback that calls the trainer's `after_update` after each step of the optimizer."""
+
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
@@ -235,18 +249,18 @@ class _AfterUpdate(TrainerCallback):
 
 
 def load_converted(model: nn.Module, names: Sequence[str], checkpoint: str) -> None:
-    """Load weights of a checkpoint that it holds under other names than the model.
+    """Load the weights `names`, which a checkpoint has under other names than the model.
 
-    transformers 5 saves experts one by one, as hubs hold them, and its Trainer then looks for the one tensor that the
-    model has: with a warning it leaves the experts at what they are (its issue 48805).
+    transformers 5 saves each expert by itself, as checkpoints on the hub do, while its Trainer looks for the one tensor
+    that the model has: with a warning it leaves the experts unchanged (transformers issue 48805).
 
     Raises:
-        RoutingError: the checkpoint does not have them, or `model` is no model of transformers.
+        RoutingError: the checkpoint lacks a weight, or `model` is no model of transformers.
     """
     lacking: Any = names
     if isinstance(model, PreTrainedModel):
         here = model.state_dict()
-        dtypes = [here[name].dtype for name in names if here[name].is_floating_point()]  # a hash table's ids are none
+        dtypes = [here[name].dtype for name in names if here[name].is_floating_point()]  # not a hash table's ids
         dtype = max(dtypes, key=lambda one: one.itemsize, default="auto")
         kind: Any = type(model)
         saved, info = kind.from_pretrained(checkpoint, dtype=dtype, output_loading_info=True)
@@ -263,13 +277,13 @@ def load_converted(model: nn.Module, names: Sequence[str], checkpoint: str) -> N
 
 
 AVERAGES = ("grpo", "bnpo", "dr_grpo", "dapo")
-"""Loss types that differ in how tokens are averaged alone: with a sequence ratio each of them is GSPO."""
+"""Loss types that differ only in how tokens are averaged: with a sequence ratio each of them is GSPO."""
 BY_SEQUENCE = {"sequence": "gspo", "sequence_token": "gspo_token"}
-"""What they are by `importance_sampling_level`; at any other each is itself."""
+"""Objective of the types in `AVERAGES` by `importance_sampling_level`; at others, the type itself."""
 
 
 def objective_of(loss_type: str, level: str) -> str:
-    """The objective's name in a run folder.
+    """Return the name that a loss type at a ratio level has in a run folder.
 
     >>> objective_of("dapo", "sequence"), objective_of("luspo", "sequence"), objective_of("dapo", "token")
     ('gspo', 'luspo', 'dapo')
@@ -278,7 +292,7 @@ def objective_of(loss_type: str, level: str) -> str:
 
 
 def refuse_one_update(args: Any, num_iterations: int) -> None:
-    """RoutingError for settings under which no weight moves between the scoring of a batch and its last update."""
+    """Raise RoutingError if no weight moves between the scoring of a batch and its last update."""
     every = args.steps_per_generation * num_iterations
     if args.gradient_accumulation_steps % every == 0:
         raise RoutingError(
@@ -290,7 +304,7 @@ def refuse_one_update(args: Any, num_iterations: int) -> None:
 
 
 def refuse_mixed_updates(args: Any, num_iterations: int) -> None:
-    """RoutingError for settings under which an optimizer step takes micro-batches of two batches."""
+    """Raise RoutingError if an optimizer step may take micro-batches of two batches."""
     every, window = args.steps_per_generation * num_iterations, args.gradient_accumulation_steps
     if every % window:
         raise RoutingError(
@@ -309,14 +323,14 @@ GROUPS = {
             "logging_", "save_", "hub_", "push_to_hub", "trackio_", "report_to", "num_completions_to_print",
             "dataloader_num_workers", "ddp_timeout", "vllm_server_", "vllm_group_port", "seed", "data_seed"),
 }  # fmt: skip
-"""How the names of a trainer's arguments begin that say what the method is, and that say where and how a run writes.
-Arms may differ in both and still be compared; all others stay under `arguments`."""
+"""Beginnings of the names of a trainer's arguments by group: `method` says what the method is, `run` where and how a
+run writes. Arms may differ in both groups and still be compared; all other arguments are in the group `arguments`."""
 LENGTH = ("max_steps", "num_train_epochs")
-"""Arguments that may change when a run goes on, besides those of the group `run` but for the seeds."""
+"""Arguments that may change when a run is resumed; so may those of the group `run`, but for the seeds."""
 
 
 def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
-    """A RunWriter on a study's folder, or on a run's (`.../ARM/seedN`)."""
+    """Return a RunWriter for a study's folder or a run's (`.../ARM/seedN`), with the trainer's configuration."""
     from moe_rl.run_folder import RunWriter
 
     folder, args = Path(run_folder), trainer.args
@@ -332,7 +346,8 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
     suffix = "" if trainer.replay == "none" else f"_{trainer.replay.lower()}"
     arm = objective + suffix if seed is None else folder.parent.name
     given = {name: value for name, value in sorted(args.to_dict().items()) if is_plain(value)}
-    nested = {name: value for name, value in given.items() if isinstance(value, list | dict)}  # once not kept
+    # Lists and dicts count as defaults, because older runs did not record them.
+    nested = {name: value for name, value in given.items() if isinstance(value, list | dict)}
     known = {f.name: f.default for f in fields(args) if f.name in given and is_plain(f.default)} | nested
     group = {name: next((g for g, begins in GROUPS.items() if name.startswith(begins)), "arguments") for name in given}
 
@@ -342,7 +357,8 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
     about = {"model": about_model(trainer.model), "rewards": list(getattr(trainer, "reward_func_names", ()))}
     method = {"objective": objective, "replay": trainer.replay, "trainer": trainer._bare.__name__}
     may_change = [name for name in given if name in LENGTH or (group[name] == "run" and "seed" not in name)]
-    free = [f"{place}.{name}" for name in may_change for place in (group[name], "arguments")]  # there, once
+    # Both places, because older runs have every argument under `arguments`.
+    free = [f"{place}.{name}" for name in may_change for place in (group[name], "arguments")]
     return RunWriter(
         folder,
         arm=arm,
@@ -354,15 +370,15 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a configuration can hold it: numbers, words, lists and mappings of such."""
+    """Return whether a configuration can hold a value: a number, a string, None, or lists and dicts of these."""
     if isinstance(value, dict):
         return all(isinstance(name, str) and is_plain(part) for name, part in value.items())
     return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
 
 
 def about_model(model: Any) -> dict[str, Any]:
-    """What arms must share to be compared: which model, and how many of its parameters are trained."""
-    core = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    """Return what comparable arms must share: the model's path and class, and its number of trained parameters."""
+    core = model.get_base_model() if hasattr(model, "get_base_model") else model  # the model inside
     return {
         "path": getattr(getattr(core, "config", None), "name_or_path", None) or None,
         "class": type(core).__name__,

@@ -1,4 +1,6 @@
-"""What is measured inside others' trainers: metrics of an update, a probe after it; for their log and for our rows."""
+"""Measurements inside other trainers: metrics of each update and of a probe after it.
+
+They are written to the trainer's own log and to rows of a moe_rl run folder."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,32 +21,33 @@ from moe_rl.run_rows import read_rows
 
 CHANGES = ("slot_change", "site_change", "token_change")
 TAKEN = "trainer/global_step"
-"""Of an update row: how many steps the optimizer had taken, over all of the training."""
+"""Column of an update row: the number of optimizer steps taken so far, over all of the training."""
 VARIANCES = ("var_token_natural", "var_token_replayed", "var_sequence_natural", "var_sequence_replayed")
 LOADS = ("load_cv_mean", "load_entropy_min")
 GAPS = ("k3", "gap_mean")
 
 
 class Ranks:
-    """Sums and rows of all processes, through the trainer's accelerator."""
+    """Sums, maxima and gathered rows over all processes, through the trainer's accelerator."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator, self.main = accelerator, bool(accelerator.is_main_process)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Elementwise sum over processes, on the CPU."""
+        """Return the elementwise sum over processes, on the CPU."""
         return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum").cpu()
 
     def most(self, value: float) -> float:
-        """The largest of all processes."""
+        """Return the largest value over all processes."""
         values = torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)
         return float(self.accelerator.gather(values).max())
 
     def rows(self, values: Shaped[Tensor, "B T"]) -> Shaped[Tensor, "B2 T2"]:
-        """All processes' sequences, padded on the right to one length."""
+        """Return the sequences of all processes, padded on the right to one length."""
         return self.accelerator.gather(self.accelerator.pad_across_processes(values, dim=1))
 
     def counts(self, counts: ChangeCounts) -> ChangeCounts:
+        """Return change counts summed over processes."""
         deviation, flips, incomplete = counts.site_deviation, counts.flips, torch.tensor([counts.incomplete_tokens])
         parts = [self.sums(x) for x in (deviation, flips, incomplete)]
         return replace(counts, site_deviation=parts[0], flips=parts[1], incomplete_tokens=int(parts[2]))
@@ -52,7 +55,7 @@ class Ranks:
 
 @dataclass(eq=False)
 class Minibatch:
-    """One forward of an update: what it is compared with, and what came out."""
+    """One forward of an update: old log-probabilities and mask of its tokens, and the results."""
 
     old_logps: Float[Tensor, "B T"]
     mask: Int[Tensor, "B T"]
@@ -60,20 +63,20 @@ class Minibatch:
     replayed_rows: int = 0
     routed_rows: int = 0
     first_change: float | None = None
-    clipped_tokens: int = 0  # this and the next: where the trainer's clip fractions are of sequences
+    clipped_tokens: int = 0  # this and the next field: only if the trainer's clip fractions count sequences
     clipped_sequences: int = 0
-    aux_loss: float | None = None  # the model's load-balancing loss, where it is in the trainer's loss
-    aux_share: float = 0.0  # what it adds to that
+    aux_loss: float | None = None  # the model's load-balancing loss, if the trainer's loss includes it
+    aux_share: float = 0.0  # its contribution to the trainer's loss
 
 
 @dataclass(frozen=True, eq=False)
 class ProbeBatch:
-    """Sequences of a batch that one call of the model scores after each update, live and under the old routes.
+    """Sequences of a batch that are scored by one call of the model after each update, live and under the old routes.
 
-    score: the trainer's own scoring of them: log-probabilities `[b,C]` and entropies, or None.
+    score: the trainer's own scoring of the sequences: log-probabilities `[b,C]`, and entropies or None.
     mask: true on the response tokens that are measured, `[b,C]`: the last C of the T tokens.
-    logps: the old policy's, routing live, nats. routes: the experts that it chose then, under R3 too: at equal weights
-    both replay them and choose them.
+    logps: the old policy's log-probabilities under live routing, nats. routes: the experts that the old policy chose
+    live, under R3 too: at equal weights, scoring live and replaying these routes are the same.
     """
 
     score: Callable[[], tuple[Tensor, Tensor | None]]
@@ -89,7 +92,7 @@ class ProbeBatch:
 
 @torch.no_grad()
 def measure(model: nn.Module, probes: Sequence[ProbeBatch], ranks: Ranks) -> tuple[ChangeCounts, dict[str, Any]]:
-    """Change counts and metrics of the kind "probe", over all probes and processes; every process takes part."""
+    """Return change counts and metrics of the kind "probe", over all probes and processes; call it in every process."""
     new, live, entropies, forced = [], [], [], []
     for probe in probes:
         with record_routes(model) as recording:
@@ -117,11 +120,11 @@ def measure(model: nn.Module, probes: Sequence[ProbeBatch], ranks: Ranks) -> tup
 
 
 class Measures:
-    """Collects an update's metrics over its micro-batches; writes the trainer's log and, with a writer, our rows.
+    """Collector of an update's metrics over its micro-batches; writes the trainer's log and rows of a run folder.
 
-    log: the trainer's own lists of training metrics, of which it logs the means. sequence_clip: whether its clip
-    fractions are of sequences; None: of neither these nor the tokens that are counted here, so that rows have none.
-    writer: a `RunWriter`, on the main process while it trains.
+    log: the trainer's own lists of training metrics; the trainer logs their means. sequence_clip: whether the trainer's
+    clip fractions count sequences, else tokens; None: they fit neither count, so that rows have no clip metrics.
+    writer: a `RunWriter` on the main process during training; without one no rows are written.
     """
 
     def __init__(self, ranks: Ranks, log: Mapping[str, list[float]], sequence_clip: bool | None) -> None:
@@ -130,15 +133,17 @@ class Measures:
         self.begin(None)
 
     def begin(self, writer: Any) -> None:
-        """Training begins, or is resumed, with a writer or None; what an interrupted update left is gone."""
+        """Start or resume training with a writer or None; forget what an interrupted update left."""
         self.writer = writer
         self.step: int | None = None
         self.minibatches: list[Minibatch] = []
         self.loss = 0.0
 
     def scored(self, responses: int, updates: int, batches: int, rewards: Callable[[], Mapping[str, float]]) -> None:
-        """A batch was sampled and scored. `updates`, `batches`: how many there were before it, where training begins or
-        is resumed. `rewards`: what its row says of its rewards, as the catalogue defines it.
+        """Begin the step of a batch that was sampled and scored, and write its rollout row.
+
+        `updates`, `batches`: numbers of updates and batches before this one, for when training begins or is resumed.
+        `rewards`: gives the row's reward metrics, as the catalogue defines them.
 
         Raises:
             RoutingError: training begins anew in a folder that has rows.
@@ -150,7 +155,7 @@ class Measures:
                     "resume_from_checkpoint to train(), or choose another run_folder"
                 )
             self.writer.keep_updates(rows_until(self.writer, updates))
-            # A checkpoint may be inside a batch; after it, another one is sampled.
+            # A checkpoint may lie between two updates of a batch; after a resume, a new batch is sampled.
             batches = self.writer.next_step
         self.step = batches if self.step is None else self.step + 1
         responses = int(self.ranks.sums(torch.tensor([responses])))
@@ -166,14 +171,15 @@ class Measures:
         replayed: Float[Tensor, "b C"],
         sampling_logps: Float[Tensor, "b C"] | None,
     ) -> None:
-        """The engine that sampled the probed sequences against the policy that is trained, at equal weights.
+        """Compare the engine that sampled the probed sequences with the trained policy at equal weights; write rows.
 
-        sampled: the engine's routes. replayed: the policy's log-probabilities under them. sampling_logps: the engine's,
-        NaN where it gave none, and the token counts in no gap; None where none are known: no process compares. Nats.
+        sampled: the engine's routes. replayed: the policy's log-probabilities under these routes. sampling_logps: the
+        engine's log-probabilities; NaN for tokens without one, which no gap counts; None if there are none: then no
+        process compares log-probabilities. All in nats.
         """
         own, tokens = RoutedExperts.cat([p.routes for p in probes]), torch.cat([p.tokens for p in probes])
         counts = self.ranks.counts(change_counts(sampled, own, tokens, pair="engines"))
-        self._say("engine_slot_change", counts.rates()["slot_change"])
+        self._log_value("engine_slot_change", counts.rates()["slot_change"])
         rows: dict[str, dict[str, Any]] = {"engines": change_metrics(counts)}
         silent = self.ranks.sums(torch.tensor([sampling_logps is None]).long())  # all processes gather, or none
         if sampling_logps is not None and not silent.any():
@@ -184,24 +190,26 @@ class Measures:
                 gaps = engine_metrics(self.ranks.rows(logps), sampling, mask)
                 rows[pair] = {**gaps, **rows.get(pair, {})}
                 for name in GAPS:
-                    self._say(f"engine_{name}{suffix}", float(gaps[name]))
+                    self._log_value(f"engine_{name}{suffix}", float(gaps[name]))
         if self.writer is not None and self.step is not None:
             for pair, row in rows.items():
                 self.writer.engine(self.step, pair, **row)
 
     def update(self, update: int, taken: int, lr: float, aux_loss_coef: float | None) -> None:
-        """The optimizer has taken a step on the micro-batches since the last call; `taken`: steps of the training.
-        aux_loss_coef: of the load-balancing loss, where that is in the trainer's loss."""
+        """Write the metrics of the update that the optimizer has made with the micro-batches since the last call.
+
+        `taken`: optimizer steps of the training so far. aux_loss_coef: coefficient of the load-balancing loss, if the
+        trainer's loss includes it."""
         parts, self.minibatches = self.minibatches, []
         loss, self.loss = self.loss, 0.0
         if not parts:
             return
         rows = self.ranks.sums(torch.tensor([[p.replayed_rows, p.routed_rows] for p in parts]).sum(0)).tolist()
-        if rows[1]:  # else no sequence of the update came with routes: nothing was to be replayed, which is no 0
-            self._say("replayed_fraction", rows[0] / rows[1])
+        if rows[1]:  # else no sequence of the update had routes: the fraction is undefined, not 0
+            self._log_value("replayed_fraction", rows[0] / rows[1])
         first = [p.first_change for p in parts if p.first_change is not None]
         if first:
-            self._say("first_change", self.ranks.most(max(first)))
+            self._log_value("first_change", self.ranks.most(max(first)))
         tensors: Any = zip(*((p.old_logps, p.logps, p.mask) for p in parts), strict=True)
         old, new, mask = (self.ranks.rows(joined(of_all)) for of_all in tensors)
         mask = mask.bool()
@@ -212,7 +220,7 @@ class Measures:
         loss, aux_loss = (
             self.ranks.sums(torch.tensor([loss, sum(aux)])) / self.ranks.accelerator.num_processes
         ).tolist()
-        if self.writer is None or self.step is None:  # None: an earlier train() sampled this batch
+        if self.writer is None or self.step is None:  # no step: an earlier train() sampled this batch
             return
         row: dict[str, Any] = {"loss": loss, "lr": lr, "grad_norm": self.grad_norm, TAKEN: taken}
         row |= {"tokens": int(tokens.sum()), "sequences": int(sequences.sum())}
@@ -225,31 +233,32 @@ class Measures:
         )
         if len(entropy) == len(parts):
             row["entropy"] = float((entropy * (tokens / tokens.sum())).sum())
-        if len(region) == len(parts) and self.sequence_clip is not None:  # else no clip, or not known
+        if len(region) == len(parts) and self.sequence_clip is not None:  # else there is no clip, or it is not known
             row["clipped_tokens"] = int(clipped[0]) if self.sequence_clip else round(float((region * tokens).sum()))
             row |= {"clipped_sequences": int(clipped[1])} if self.sequence_clip else {}
         self.writer.update(self.step, update, **row)
 
-    def _say(self, name: str, value: float) -> None:
-        """Into the trainer's log, but for NaN, of no token or a single one: the log's mean would be NaN, too."""
+    def _log_value(self, name: str, value: float) -> None:
+        """Add a value to the trainer's log unless it is NaN (no or one token), which would make the log's mean NaN."""
         if not math.isnan(value):
             self.log[f"routing/{name}"].append(value)
 
     def probed(self, update: int, counts: ChangeCounts, metrics: dict[str, Any]) -> None:
-        """What `measure` found after the update."""
+        """Write what `measure` returned after an update."""
         rates = counts.rates()
         found = {name: rates[name] for name in CHANGES} | {name: metrics[name] for name in VARIANCES + LOADS}
         found["max_vio"] = metrics["site_max_vio"].nanmean()
         tokens = counts.tokens_total
         found["f2_natural"] = int(metrics["extreme_2_natural"]) / tokens if tokens else float("nan")
         for name, value in found.items():
-            self._say(name, float(value))
+            self._log_value(name, float(value))
         if self.writer is not None and self.step is not None:
             self.writer.probe(self.step, update, **metrics)
 
 
 def rows_until(writer: Any, updates: int) -> int:
-    """How many update rows of a folder are of the first `updates` optimizer steps. Rows may begin later than the
-    training, in a folder that was first named when it was resumed."""
+    """Return how many update rows of a run folder are of the first `updates` optimizer steps.
+
+    Rows may begin later than the training, if the run folder was first named in a resumed training."""
     rows = (row for _, row in read_rows(writer.folder / "metrics.jsonl") if row["kind"] == "update")
     return sum(row.get(TAKEN, place) <= updates for place, row in enumerate(rows, start=1))

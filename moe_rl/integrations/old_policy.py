@@ -1,4 +1,4 @@
-"""What every integration needs: the routes of a batch's old policy, and the proof that they are its."""
+"""Parts of every integration: a batch's old policy with its routes, the proof that these are its routes, and checks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +16,13 @@ KINDS = ("none", "R2", "R3")
 
 @dataclass(frozen=True, eq=False)
 class OldPolicy:
-    """The policy that a batch's old log-probabilities come from.
+    """Routes of the old policy, which computed a batch's old log-probabilities.
 
-    routes: what an update replays, `[B,T,L,K]`: R2 its own routes, R3 those of the engine that sampled.
-    choice: what its routers chose at the hidden states of that scoring; under R2 the routes themselves. A policy with
-        the same weights makes the same choice again.
-    step: optimizer steps taken when it was scored.
+    routes: the routes that an update replays, `[B,T,L,K]`: under R2 the old policy's own, under R3 those of the engine
+        that sampled.
+    choice: the experts that the old policy's routers chose at the hidden states of that scoring; under R2 equal to
+        `routes`. A policy with the same weights makes the same choice again.
+    step: number of optimizer steps taken when the batch was scored.
     """
 
     routes: RoutedExperts
@@ -29,23 +30,23 @@ class OldPolicy:
     step: int
 
     def rows(self, index: Int[Tensor, " b"]) -> "OldPolicy":
-        """Some sequences of the batch."""
+        """Return the old policy of some sequences of the batch."""
         routes = self.routes.rows(index)
         return OldPolicy(routes, routes if self.choice is self.routes else self.choice.rows(index), self.step)
 
 
 def same_policy(old: RoutedExperts, now: RoutedExperts, tokens: Bool[Tensor, "B T"], tolerance: float = 0.0) -> float:
-    """The share of expert slots that the routers chose otherwise than when the batch was scored, at equal weights.
+    """Return the share of expert slots that differ from the scoring of the batch, at equal weights; raise if too large.
 
-    It must be 0: the same weights on the same tokens. Routes of another policy (a reference that the same module
-    scores) replay without an error, at a fraction of 1, and nothing but this tells.
+    The share must be 0, because weights and tokens are the same. Routes of another policy (a reference that the same
+    module scores) replay without an error, at a fraction of 1; only this share shows the mistake.
 
     Args:
-        tokens: true on real tokens; what is routed for padding means nothing.
+        tokens: true on real tokens; routes of padding are not compared.
         tolerance: the largest share that passes, for kernels whose sums depend on what else is in the batch.
 
     Raises:
-        RoutingError: a larger share.
+        RoutingError: the share is above `tolerance`.
     """
     changed = change_counts(old, now, tokens)
     share = changed.slots_changed / changed.slots_total if changed.slots_total else 0.0
@@ -61,8 +62,9 @@ def same_policy(old: RoutedExperts, now: RoutedExperts, tokens: Bool[Tensor, "B 
 
 
 def refuse_options(replay: str, kinds: Sequence[str], first_change_tolerance: Any, where: str = "") -> None:
-    """RoutingError for a kind of replay that there is not, and for what is no share of the expert slots, in [0, 1]: 5,
-    meant as %, would let every change pass."""
+    """Raise RoutingError for an unknown kind of replay, or a tolerance that is no share in [0, 1].
+
+    A tolerance of 5, meant as %, would let every change pass."""
     if replay not in kinds:
         raise RoutingError(f"replay must be one of {', '.join(kinds)}{where}, got {replay!r}")
     refusal = FRACTION.refusal("first_change_tolerance, a share of the expert slots", first_change_tolerance)
@@ -71,7 +73,9 @@ def refuse_options(replay: str, kinds: Sequence[str], first_change_tolerance: An
 
 
 def refuse_other_version(name: str, package: Any, versions: Sequence[str], part: str, file: str) -> None:
-    """RoutingError for a version of a package whose `part`, in `file`, was not read; `versions` were."""
+    """Raise RoutingError for a version of a package that is not in `versions`.
+
+    The integration was written after reading `part` of the package, in `file`, in these versions."""
     version = getattr(package, "__version__", "unknown")
     if version not in versions:
         raise RoutingError(
@@ -82,10 +86,10 @@ def refuse_other_version(name: str, package: Any, versions: Sequence[str], part:
 
 
 def refuse_random(model: nn.Module) -> None:
-    """Dropout and router jitter make a policy choose other experts when it is asked again.
+    """Raise RoutingError if a model has dropout or router jitter, as equal weights then choose other experts each time.
 
     Raises:
-        RoutingError: naming the module and what to set.
+        RoutingError: the message names the module and what to set.
     """
     for name, _, attribute, amount in random_parts(model):
         what = "dropout" if attribute == "p" else attribute

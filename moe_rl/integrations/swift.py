@@ -1,15 +1,15 @@
 """Routing Replay (R2) and routing diagnostics inside ms-swift's GRPO trainer (the Hugging Face one, not Megatron's).
 
-A plugin file of two lines, which `swift rlhf --rlhf_type grpo --external_plugins replay.py ...` imports:
+Write a plugin file of two lines, which `swift rlhf --rlhf_type grpo --external_plugins replay.py ...` imports:
 
     from moe_rl.integrations.swift import install
     install(replay="R2")
 
-The trainer that ms-swift then makes is a subclass of its own. ms-swift scores each micro-batch where it makes it
-(`_prepare_batch_inputs`); the routes of that very pass hang on the micro-batch's `GRPOBatch` and are replayed in
-`compute_loss`. The metrics are those of `moe_rl.integrations.trl`, in ms-swift's own log.
+The trainer that ms-swift then makes is a subclass of ms-swift's own trainer class. ms-swift scores each micro-batch
+where it makes the micro-batch (`_prepare_batch_inputs`); the routes of that very pass are stored on the micro-batch's
+`GRPOBatch` and replayed in `compute_loss`. The metrics are those of `moe_rl.integrations.trl`, in ms-swift's own log.
 
-ms-swift 4.6.0 pins transformers < 5.20 and trl < 1.0, moe_rl needs transformers >= 5.19: an environment of its own.
+ms-swift 4.6.0 pins transformers < 5.20 and trl < 1.0, moe_rl needs transformers >= 5.19: use a separate environment.
 """
 
 from functools import partial
@@ -25,17 +25,17 @@ from moe_rl.integrations.old_policy import OldPolicy, refuse_other_version
 from moe_rl.routing import RoutingError
 
 VERSIONS = ("4.6.0", "4.6.0.dev0")
-"""Of ms-swift, whose trainer was read."""
+"""Versions of ms-swift with a trainer that was read and is supported."""
 KINDS = ("none", "R2")
 _ROUTING = "routing_old_policy"
-"""Attribute of a GRPOBatch."""
+"""Attribute of a GRPOBatch that holds its `OldPolicy`."""
 
 
 def install(replay: str = "R2", **options: Any) -> type:
-    """Make ms-swift train GRPO with `routing_replay` of its own trainer; options as there.
+    """Make ms-swift train GRPO with routing replay; return the new trainer class. Options: those of `routing_replay`.
 
     Raises:
-        RoutingError: a version of ms-swift that is not known, by name.
+        RoutingError: an unknown version of ms-swift; the message names the version.
     """
     import swift
     from swift.trainers.trainer_factory import TrainerFactory
@@ -57,7 +57,7 @@ def routing_replay(
     probe: bool = True,
     first_change_tolerance: float = 0.0,
 ) -> Any:
-    """A subclass of ms-swift's GRPOTrainer that records and replays routes.
+    """Return a subclass of ms-swift's GRPOTrainer that records and replays routes.
 
     replay: "none" or "R2". run_folder, first_change_tolerance: as in `moe_rl.integrations.trl`. probe: score the
     batch's first micro-batch twice more after each update.
@@ -77,12 +77,14 @@ def routing_replay(
 
 
 class _RoutingReplay(ReplayTrainer):
+    """The overrides of ms-swift's trainer; `routing_replay` puts them in front of a trainer class."""
+
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         self._choose(self.replay, KINDS, self.first_change_tolerance)
         super().__init__(*args, **kwargs)
         refuse(self)
-        # Its clip fractions are of tokens at every level: its advantages, with which they are joined, are `[B,T]`. Of
-        # several processes they are means of means, and a sequence mask takes out tokens that are counted here.
+        # ms-swift's clip fractions count tokens at every level, because its advantages are `[B,T]`. Of several
+        # processes they are means of means, and a sequence mask takes out tokens that are counted here: neither fits.
         objective = objective_of(self.loss_type, self.importance_sampling_level)
         exact = (
             self.accelerator.num_processes == 1 and getattr(self.args, "off_policy_sequence_mask_delta", None) is None
@@ -94,7 +96,7 @@ class _RoutingReplay(ReplayTrainer):
     def _prepare_batch_inputs(self: Any, samples: Any) -> Any:
         if not self.model.training:  # evaluation
             return super()._prepare_batch_inputs(samples)
-        refuse(self)  # how many samples a multi-turn scheduler makes, ms-swift knows only now
+        refuse(self)  # ms-swift knows only now how many samples a multi-turn scheduler makes
         batches, scorings = self._with_scorings(partial(super()._prepare_batch_inputs, samples))
         for batch in batches:
             routes = self._scoring_of(scorings, batch["grpo_batch"].old_per_token_logps).routes
@@ -110,10 +112,10 @@ class _RoutingReplay(ReplayTrainer):
 
     def _rewards(self: Any) -> dict[str, float]:
         log = self._metrics["train"]
-        if self.kl_in_reward and self.beta:  # its rewards are then less beta times the KL, whose mean it logs
+        if self.kl_in_reward and self.beta:  # the logged reward then has beta times the logged mean KL subtracted
             return {"reward": log["reward"][-1] + self.beta * log["kl"][-1]}
         found = {"reward": log["reward"][-1], "groups_equal": log["frac_reward_zero_std"][-1]}
-        if self.scale_rewards == "batch":  # else a mean over groups of their standard deviations
+        if self.scale_rewards == "batch":  # else the logged value is a mean over the groups' standard deviations
             found["reward_std"] = log["reward_std"][-1]
         return found
 
@@ -134,7 +136,7 @@ class _RoutingReplay(ReplayTrainer):
         return ProbeBatch(scored, self._counted(found), found.old_per_token_logps, routes)
 
     def _counted(self: Any, grpo_batch: Any) -> Tensor:
-        """`[B,T]`, 1 on the tokens that the loss counts: with `overlong_filter` none of a truncated response."""
+        """Return `[B,T]`, 1 on the tokens that the loss counts: with `overlong_filter` none of a truncated response."""
         mask = grpo_batch.completion_mask.bool()
         return (mask & ~grpo_batch.truncated_mask[:, None] if self.overlong_filter else mask).long()
 
@@ -156,7 +158,7 @@ class _RoutingReplay(ReplayTrainer):
 
 
 def refuse(trainer: Any) -> None:
-    """RoutingError for settings of ms-swift whose forwards are not one call on the rows of a micro-batch."""
+    """Raise RoutingError for settings under which ms-swift's forward is not one call on the rows of a micro-batch."""
     chord = getattr(trainer, "chord_sft_iterator", None) is not None
     reasons = {
         "padding_free=True packs sequences into one row": trainer.template.padding_free,

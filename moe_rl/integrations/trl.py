@@ -7,12 +7,12 @@
     trainer.train()
 
 Nothing in TRL is patched: the trainer is a subclass. The routes are recorded in the pass that makes TRL's old
-log-probabilities; a tensor of row numbers rides through TRL's own shuffle and split and says which routes belong to a
-minibatch; they are replayed in the forward of the loss, and by gradient checkpointing in its backward. All of TRL's
-loss types, GMPOTrainer, and GSPO (`importance_sampling_level="sequence"`) go through the same place.
+log-probabilities. A tensor of row numbers goes through TRL's own shuffle and split and says which routes belong to a
+minibatch. The routes are replayed in the forward of the loss, and by gradient checkpointing in its backward. All of
+TRL's loss types, GMPOTrainer, and GSPO (`importance_sampling_level="sequence"`) go through the same place.
 
-Run: TRL 1.16.0, transformers 5.24, torch 2.13, on a CPU, in one process (tests/integrations/test_trl.py has what) and
-in two (DDP over gloo). Not run: GPUs, FSDP, DeepSpeed; of vLLM only a stand-in with the signatures that TRL uses.
+Tested with TRL 1.16.0, transformers 5.24, torch 2.13, on a CPU, in one process (see tests/integrations/test_trl.py) and
+in two (DDP over gloo). Not tested: GPUs, FSDP, DeepSpeed; vLLM only by a stand-in with the signatures that TRL uses.
 """
 
 import logging
@@ -33,7 +33,7 @@ from moe_rl.objectives.bounds import COUNT_OR_NONE
 from moe_rl.routing import RoutedExperts, RoutingError, attach, record_routes, replay_routes
 
 OLDEST = "1.16"
-"""Of TRL, whose trainer was read; what newer ones change is found by the checks while they train."""
+"""The oldest supported version of TRL, whose trainer was read; checks during training find changes in newer ones."""
 ROWS = "routing_rows"
 """Key of the row numbers in TRL's batch."""
 _LOG = logging.getLogger(__name__)
@@ -41,27 +41,27 @@ _LOG = logging.getLogger(__name__)
 
 @cache
 def routing_replay(trainer_class: type) -> Any:
-    """A subclass of a GRPOTrainer (or of a subclass of it) that records and replays routes.
+    """Return a subclass of TRL's GRPOTrainer (or of a subclass of it) that records and replays routes.
 
-    It takes the arguments of `trainer_class`, and by name:
+    The subclass takes the arguments of `trainer_class`, and by name:
 
-    - replay: "none" (a warning says so where it is not named) measures only, and changes no bit of the training. "R2"
-      forces the experts that the old policy chose when TRL scored the batch. "R3" forces those that the engine chose
-      that sampled it, in the scoring pass and in the updates: `rollout_func` returns them as the field
-      "routed_experts", per sequence integers `[P+G-1, layers, K]`, or vLLM does (colocated only).
-    - run_folder: rows for `moe_rl.study.load`, `moe-rl figures` and `moe-rl watch`; a study's folder, or a run's
-      (`.../ARM/seedN`).
+    - replay: "none" (the default; a warning if `replay` is not named) measures only, and changes no bit of the
+      training. "R2" forces the experts that the old policy chose when TRL scored the batch. "R3" forces the experts
+      that the sampling engine chose, in the scoring pass and in the updates: `rollout_func` returns their ids in the
+      field "routed_experts", per sequence integers `[P+G-1, layers, K]`, or vLLM does (colocated only).
+    - run_folder: where to write rows for `moe_rl.study.load`, `moe-rl figures` and `moe-rl watch`; a study's folder, or
+      a run's (`.../ARM/seedN`).
     - probe_sequences: sequences per process that are scored twice more after each update, live and replayed, for the
       change rates, variances and loads. Default: `per_device_train_batch_size`. 0: no probe.
-    - measure_engine: compare the engine that sampled with the old policy, also without R3: its routes come as for R3,
-      and its log-probabilities must be there. With "none" under vLLM a batch may then get one update.
+    - measure_engine: compare the engine that sampled with the old policy, also without R3. The engine's routes come as
+      for R3, and its log-probabilities are needed. With "none" under vLLM a batch may then get one update.
     - first_change_tolerance: share of slots, in [0, 1], that may differ at the first update of a batch, where none
       should (`moe_rl.integrations.old_policy.same_policy`). Default: 0.
 
     TRL's log, and so every tracker that it reports to, gets `routing/...`, which docs/integrations.md defines: change
     rates and `f2_natural` (fractions), variances of the log-ratio (nats²) and loads of the probe after each update;
-    `replayed_fraction` and `first_change` of the update itself, proven; of the sampling engine, where it is compared,
-    `engine_slot_change`, `engine_k3` and `engine_gap_mean` (nats), live and `_replayed`. Run folders have more.
+    `replayed_fraction` and `first_change` of the update itself, proven; of the sampling engine, if it is compared,
+    `engine_slot_change`, `engine_k3` and `engine_gap_mean` (nats), live and `_replayed`. Run folders have more metrics.
 
     Raises (when the trainer is made):
         TypeError: not a GRPOTrainer. AsyncGRPOTrainer computes its loss elsewhere.
@@ -132,9 +132,9 @@ class _RoutingReplay(ReplayTrainer):
         level = self.importance_sampling_level
         gmpo = any("GMPO" in kind.__name__ for kind in self._bare.__mro__)
         objective = "gmpo" if gmpo else objective_of(self.loss_type, level)
-        # GMPO does not read the level: what it says is clipped are tokens.
+        # GMPO ignores the level: its clip fractions count tokens.
         sequence_clip = level == "sequence" and not gmpo
-        # TRL then scores the batch all the same.
+        # With this setting TRL scores the batch even if it gets one update.
         scored = self.use_vllm and self.vllm_importance_sampling_correction
         self._begin(run_folder, objective, sequence_clip, one_update=measure_engine and replay == "none" and scored)
         if self.aux_loss_enabled and self.args.router_aux_loss_coef is None and not gmpo:  # GMPO's loss leaves it out
@@ -143,7 +143,7 @@ class _RoutingReplay(ReplayTrainer):
                 "replay, too: a comparison of methods sets router_aux_loss_coef=0.0 or names it",
                 self.router_aux_loss_coef,
             )
-        if self.args.torch_compile:  # in train(), when the models must have their hooks; last, as these stay
+        if self.args.torch_compile:  # compiled in train(): hooks must be there before; last, as they stay
             models = (self.model, self.ref_model)
             self._attached = [attach(getattr(model, "_orig_mod", model)) for model in models if model is not None]
 
@@ -194,13 +194,14 @@ class _RoutingReplay(ReplayTrainer):
         log = self._metrics["train"]
         found = {name: log[name][-1] for name in ("reward", "reward_std")}
         by_group = self.scale_rewards in ("group", "none") and self.multi_objective_aggregation == "sum_then_normalize"
-        if by_group:  # else it is of the whole batch
+        if by_group:  # else the logged value is of the whole batch
             found["groups_equal"] = log["frac_reward_zero_std"][-1]
         return found
 
     def _probes_of(self: Any, scoring: Scoring, output: dict[str, Any]) -> list[ProbeBatch]:
-        """Sequences spread over the batch, in chunks as TRL scores them, with what the old policy says of them live.
-        Measures how far it is from the engine that sampled them."""
+        """Return probes of sequences spread over the batch, in TRL's chunks, with the old policy's live scores.
+
+        With R3 or `measure_engine`, also measure how far the old policy is from the engine that sampled."""
         size, mask = len(scoring.logps), output["completion_mask"] * output.get("tool_mask", 1)
         sampled: RoutedExperts | None = None
         if self._listening:
@@ -215,7 +216,7 @@ class _RoutingReplay(ReplayTrainer):
             where, routes = rows.to(mask.device), scoring.routes.rows(rows)
             text = {key: x[where] if isinstance(x, Tensor) else x for key, x in scoring.text.items()}
             score, logps = partial(self._probed, text), scoring.logps[where]
-            if self.replay == "R3":  # it was scored under the engine's routes
+            if self.replay == "R3":  # the batch was scored under the engine's routes
                 forced.append(logps)
                 with torch.no_grad(), record_routes(self.model) as recording:
                     logps = score()[0]
@@ -250,8 +251,9 @@ class _RoutingReplay(ReplayTrainer):
         return loss
 
     def _in_clipped_sequences(self: Any, found: Minibatch, advantages: Tensor) -> tuple[int, int]:
-        """Tokens that TRL clips by the ratio of their sequence, by its own rule, and of how many sequences. Its log has
-        a share of sequences, or of the tokens where each of these has its own advantage."""
+        """Return how many tokens TRL clips by the ratio of their sequence, by TRL's rule, and in how many sequences.
+
+        TRL's log has only a share: of sequences, or of tokens if each token has its own advantage."""
         assert found.logps is not None
         ratio = sequence_log_ratio(found.logps, found.old_logps, found.mask).exp()[:, None]
         if self.args.delta is not None:

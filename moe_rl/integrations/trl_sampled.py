@@ -1,4 +1,4 @@
-"""Routes of the engine that sampled a batch of TRL, for R3 or to be measured: of `rollout_func` or colocated vLLM."""
+"""Routes of the engine that sampled a batch of TRL, from `rollout_func` or colocated vLLM, for R3 and measurements."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,23 +12,23 @@ from torch import Tensor, nn
 from moe_rl.routing import RoutedExperts, RoutingError, replay_routes
 
 FIELD = "routed_experts"
-"""Field of what `rollout_func` returns: per sequence integers `[P+G-1, layers, K]` (or P+G rows)."""
+"""Key in the dict that `rollout_func` returns: integers `[P+G-1, layers, K]` (or P+G rows) per sequence."""
 
 
 class SampledRoutes:
-    """Collects the sampling engine's routes of one batch, and lays them beside its tokens."""
+    """Collector of the sampling engine's routes of one batch, which aligns them with the batch's tokens."""
 
     def __init__(self) -> None:
-        self._collected: list[Any] = []  # of vLLM, in the order of its answers
+        self._collected: list[Any] = []  # vLLM's routes, in the order of its answers
         self._batch: tuple[list[Any], list[int], list[int]] | None = None
-        self.problem = ""  # of the batch's log-probabilities
+        self.problem = ""  # why the batch's log-probabilities cannot be compared; see `take`
 
     @contextmanager
     def asked_of_vllm(self, wanted: bool) -> Iterator[None]:
-        """While TRL makes its colocated engine: with the argument that makes vLLM return routed experts."""
+        """Context manager: if `wanted`, TRL makes its colocated vLLM with `enable_return_routed_experts=True`."""
         from trl.generation import vllm_generation
 
-        engine = getattr(vllm_generation, "LLM", None)  # only where vLLM is installed
+        engine = getattr(vllm_generation, "LLM", None)  # None unless vLLM is installed
         if not wanted or engine is None:
             yield
             return
@@ -39,7 +39,7 @@ class SampledRoutes:
             vllm_generation.LLM = engine
 
     def listen(self, engine: Any) -> None:
-        """Keep the routes of every answer of a vLLM engine; TRL keeps only its tokens and log-probabilities."""
+        """Collect the routes of all further answers of a vLLM engine; TRL keeps only tokens and log-probabilities."""
         generate = engine.generate
 
         def listening(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ class SampledRoutes:
         engine.generate = listening
 
     def forget(self) -> None:
-        """What was sampled before a batch: for an evaluation, by a callback, or for a batch that was interrupted."""
+        """Drop the routes collected before a batch: of an evaluation, a callback, or an interrupted batch."""
         self._collected = []
 
     def take(
@@ -60,8 +60,10 @@ class SampledRoutes:
         answers: Sequence[Sequence[int]],
         logps: Sequence[Sequence[float | None]] | None = None,
     ) -> None:
-        """After a batch was sampled. fields: of `rollout_func`, None without one. RoutingError where a sequence has no
-        routes. `problem` then says why the engine's log-probabilities cannot be compared; empty where they can."""
+        """Take the routes of a batch that was just sampled, and check its log-probabilities.
+
+        fields: those that `rollout_func` returned; None without one. Raises RoutingError if a sequence has no routes.
+        Sets `problem` to why the engine's log-probabilities cannot be compared; it is empty if they can."""
         found, self._collected = list(self._collected if fields is None else fields.get(FIELD, ())), []
         missing = [i for i, one in enumerate(found) if one is None]
         if len(found) != len(answers) or missing:
@@ -74,7 +76,7 @@ class SampledRoutes:
         self._batch = found, [len(x) for x in prompts], [len(x) for x in answers]
 
     def routes(self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int) -> RoutedExperts:
-        """The batch's routes `[B,T,L,K]`, on TRL's padding: prompts end, completions begin, at one column."""
+        """Return the batch's routes `[B,T,L,K]` in TRL's padding: prompts end and completions begin at one column."""
         if self._batch is None:
             raise RoutingError("no batch was sampled since the last one: there are no routes to replay")
         (arrays, prompts, answers), self._batch = self._batch, None
@@ -86,7 +88,7 @@ class SampledRoutes:
 
 
 def _problem(logps: Sequence[Sequence[float | None]] | None, answers: Sequence[Sequence[int]]) -> str:
-    """Why the log-probabilities of an engine are not one number (or None) for each token that it sampled."""
+    """Return why an engine's log-probabilities are not one number (or None) per sampled token; "" if they are."""
     if logps is None:
         return "the engine that samples gave none"
     pairs = list(zip_longest(map(len, logps), map(len, answers), fillvalue=0))
@@ -106,8 +108,9 @@ def _problem(logps: Sequence[Sequence[float | None]] | None, answers: Sequence[S
 def replayed_in_chunks(
     score: Any, model: nn.Module, text: Mapping[str, Any], routes: RoutedExperts, batch_size: int
 ) -> tuple[Tensor, RoutedExperts]:
-    """TRL's scoring under forced routes, and what the routers would have chosen; in TRL's own chunks, because routes
-    are replayed for one call of the model."""
+    """Return TRL's log-probabilities under forced routes, and the routes that the routers would have chosen.
+
+    Scores in TRL's own chunks, because routes are replayed for one call of the model at a time."""
     logps, choices = [], []
     for rows in torch.arange(len(text["input_ids"])).split(batch_size):
         where = rows.to(text["input_ids"].device)
@@ -119,7 +122,7 @@ def replayed_in_chunks(
 
 
 def refuse_unsampled(trainer: Any) -> None:
-    """RoutingError where no engine gives the routes that R3 replays and `measure_engine` compares."""
+    """Raise RoutingError if no engine gives the routes that R3 replays and `measure_engine` compares."""
     if trainer.rollout_func is not None:
         return
     if not trainer.use_vllm:

@@ -1,24 +1,24 @@
-"""Routing Replay (R2) and routing diagnostics inside verl's FSDP engine; verl replays on Megatron, VeOmni.
+"""Routing Replay (R2) and routing diagnostics inside verl's FSDP engine; verl itself replays on Megatron and VeOmni.
 
-A module of two lines on the workers' path, named in the configuration (`...model.external_lib=my_replay`):
+Put a module of two lines on the workers' path and name it in the configuration (`...model.external_lib=my_replay`):
 
     from moe_rl.integrations.verl import install
     install(replay="R2")
 
-verl has no registry to enter: its engines' keys are unique. `install` therefore replaces attributes of its classes.
+verl has no registry for this: its engines' keys are unique. `install` therefore replaces attributes of verl's classes.
 `FSDPEngineWithLMHead.forward_step` records the routes in the pass of the old log-probabilities, returns them as
-`routed_experts`, which verl's trainer carries through batches as it does for its other engines, and replays them where
-the actor is updated. `ActorRolloutRefWorker.enable_routing_replay` is true, so that verl marks these passes; reference
-and critic stay as they are, and so does the actor while its LoRA adapters are off, when it is the reference.
+`routed_experts`, which verl's trainer carries through batches as it does for its other engines, and replays them in
+the actor's update. `ActorRolloutRefWorker.enable_routing_replay` is true, so that verl marks these passes. Reference
+and critic are unchanged, and so is the actor while its LoRA adapters are off, because it then serves as the reference.
 
-In verl's metrics, means over micro-batches, on prompt and response tokens:
+Added to verl's metrics, as means over micro-batches, on prompt and response tokens:
 
 - `routing/slot_change`, `routing/site_change`, `routing/token_change` ("none"): old policy against the weights at this
   update, both routing live
-- `routing/shadow_slot_change` ("R2"): what the routers would have chosen at hidden states that follow the replay;
-  another quantity, because behind the first site it is not the change without replay
-- `routing/replayed_fraction`: proven
-- `routing/first_change`: as long as no weight moved since the batch was scored; asserted
+- `routing/shadow_slot_change` ("R2"): old policy against the routers' choice at hidden states that follow the replay;
+  after the first site this is not the change without replay
+- `routing/replayed_fraction`: share of the (token, site) rows with a route that were replayed, proven
+- `routing/first_change`: share of slots changed while no weight has moved since the batch was scored; asserted
 """
 
 import math
@@ -32,14 +32,14 @@ from moe_rl.integrations.old_policy import refuse_options, refuse_other_version,
 from moe_rl.routing import RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
 
 VERSIONS = ("0.9.1", "0.10.0.dev")
-"""Of verl, whose engine was read."""
+"""Versions of verl with an engine that was read and is supported."""
 KINDS = ("none", "R2")
 FIELD, FLAG = "routed_experts", "enable_routing_replay"
 _STRATEGIES = ("fsdp", "fsdp2")
 
 
 def install(replay: str = "R2", first_change_tolerance: float = 0.0) -> None:
-    """Replay (or, with "none", only measure) in every FSDP actor of this process; see the module.
+    """Make every FSDP actor of this process replay routes or, with "none", only measure; see the module's docstring.
 
     first_change_tolerance: as in `moe_rl.integrations.trl`; bf16 kernels on a GPU may need more than 0, because verl
     composes its micro-batches anew for the update.
@@ -61,7 +61,7 @@ def install(replay: str = "R2", first_change_tolerance: float = 0.0) -> None:
 
 
 class _Marked:
-    """`enable_routing_replay` of a worker: true for FSDP actors; it stands before what the instance set itself."""
+    """Descriptor for a worker's `enable_routing_replay`: true for FSDP actors, else the value that the worker set."""
 
     def __get__(self, worker: Any, owner: type | None = None) -> Any:
         if worker is None:
@@ -73,7 +73,7 @@ class _Marked:
 
 
 def counted(original: Any) -> Any:
-    """verl's `optimizer_step`, counting."""
+    """Return verl's `optimizer_step` with a count of its calls in `engine.routing_steps`."""
 
     def optimizer_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
         engine.routing_steps = getattr(engine, "routing_steps", 0) + 1
@@ -83,7 +83,7 @@ def counted(original: Any) -> Any:
 
 
 def forward_step(original: Any, replay: str, tolerance: float) -> Any:
-    """verl's `forward_step`, which records where the old policy scores and replays where the actor learns."""
+    """Return verl's `forward_step` with recording while the old policy scores and replay while the actor learns."""
 
     def forward_step(engine: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         marked = bool(_plain(micro_batch, FLAG, False)) and not hasattr(engine, "_router_replay")  # VeOmni has its own
@@ -113,7 +113,7 @@ def forward_step(original: Any, replay: str, tolerance: float) -> Any:
             now, done, rows = forced.shadow, forced.replayed_rows, forced.forced_rows
             if done != rows:
                 raise RoutingError(f"only {done / rows:.3%} of the (token, site) rows with a route were replayed")
-            metrics = {"routing/replayed_fraction": 1.0} if rows else {}  # without any there was nothing to replay
+            metrics = {"routing/replayed_fraction": 1.0} if rows else {}  # without rows there was nothing to replay
         rates = change_counts(routes, now, real).rates()
         names = {"shadow_slot_change": "slot_change"} if replay == "R2" else {name: name for name in CHANGES}
         metrics |= {f"routing/{ours}": rates[name] for ours, name in names.items() if not math.isnan(rates[name])}
@@ -126,13 +126,14 @@ def forward_step(original: Any, replay: str, tolerance: float) -> Any:
 
 
 def adapters_off(model: nn.Module) -> bool:
-    """Whether PEFT's adapters are switched off: verl then scores the reference, by the same marked pass of the same
-    module, and its outputs would take the place of the old policy's."""
+    """Return whether PEFT's adapters are switched off, so that verl scores the reference.
+
+    verl scores the reference by the same marked pass of the same module; its routes would replace the old policy's."""
     return any(getattr(module, "disable_adapters", False) is True for module in model.modules())
 
 
 def as_jagged(routes: RoutedExperts, offsets: Tensor) -> Tensor:
-    """Routes of a forward, packed or padded on the right, as verl's nested `[B,j,L,K]`, int16; -1 is "no route"."""
+    """Return a forward's routes, packed or padded on the right, as verl's nested `[B,j,L,K]`, int16; -1: no route."""
     ids, lengths = routes.ids.to(torch.int16), offsets.diff()
     if len(ids) == 1 and int(offsets[-1]) <= ids.shape[1] and len(lengths) != 1:
         values = ids[0, : int(offsets[-1])]
@@ -142,9 +143,9 @@ def as_jagged(routes: RoutedExperts, offsets: Tensor) -> Tensor:
 
 
 def routes_of(engine: Any, micro_batch: Any) -> tuple[RoutedExperts, Tensor]:
-    """The routes that came with a micro-batch, laid out as the engine will lay out its tokens, and where these are.
+    """Return a micro-batch's routes in the engine's layout of its tokens, and a mask of the real tokens.
 
-    Raises RoutingError where none came, or this engine recorded none.
+    Raises RoutingError if the micro-batch has no routes, or this engine recorded none.
     """
     nested = micro_batch.get(FIELD, None)
     if nested is None or not hasattr(engine, "routing_sites"):
@@ -168,6 +169,6 @@ def routes_of(engine: Any, micro_batch: Any) -> tuple[RoutedExperts, Tensor]:
 
 
 def _plain(micro_batch: Any, key: str, default: Any) -> Any:
-    """A setting that verl keeps among a batch's tensors."""
+    """Return a setting that verl keeps among a batch's tensors; `default` if it is not there."""
     value = micro_batch.get(key, default)
     return getattr(value, "data", value)

@@ -1,4 +1,4 @@
-"""Tensors to numbers, for any model and anybody's trainer: log-probabilities, ratios, changes, decomposition."""
+"""Measurements for any model and any trainer: log-probabilities, ratios, changes of routes, decomposition."""
 
 from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.shared_prompts import SharedPrompts, share_prompts

@@ -1,14 +1,15 @@
-"""What arithmetic alone does: the same weights and tokens, scored in another way, and how much of it is routing.
+"""Effect of arithmetic alone: the same weights and tokens scored in another way, and the share that is due to routing.
 
-A *variant* scores a text again with equal weights: one of `LAYOUTS`, or
+A *variant* is a second scoring of a text with equal weights: one of `LAYOUTS`, or
 
 - "decode"        the prompt in one forward, then token by token with a KV cache
 - "experts_NAME"  another experts implementation of transformers
-- "same"          the same forward of what is the same policy otherwise: another dtype, merged adapters
+- "same"          the same forward of the same policy in another form: another dtype, merged adapters
 
-What a variant changes is scored a second time with the reference's routes forced on it. With d the change of a token's
-log-probability, natural d = arithmetic + routing: the replayed d is the arithmetic that is left when every expert is
-the reference's, the rest is routing. The decomposition of `moe_rl.measure.decompose` with kernels in place of weights.
+If a variant changes a route, the text is scored once more with the reference's routes forced. With d the change of a
+token's log-probability, natural d = arithmetic + routing: the replayed d is the arithmetic that remains when every
+expert is the reference's, and the rest is routing. This is the decomposition of `moe_rl.measure.decompose` with kernels
+in place of weights.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -43,23 +44,24 @@ LAYOUTS = {
     "padding_left": "all padding on the left",
     "padding_right": "all padding on the right",
 }
-"""Variants of one forward over the text, in words."""
+"""Variants that are one forward over the text, with a description of each."""
 DECODE = "prefill, then token by token with a KV cache"
 EXPERTS = ("eager", "grouped_mm")
-"""Experts implementations that are tried unless others are named. `batched_mm` copies an expert's weights for every
-token: not for large models."""
+"""Experts implementations that are tried by default. `batched_mm` copies an expert's weights for every token, so it is
+not for large models."""
 SPLIT = ("gap_mean", "m2", "k3", "outside")
-"""Statistics whose routing share is told."""
+"""Statistics with a reported routing share."""
 
 
 class CannotRun(RuntimeError):
-    """A variant that this model, machine or text does not have; the message says why."""
+    """Error for a variant that this model, machine or text cannot run; the message gives the reason."""
 
 
 @dataclass
 class GapSums:
-    """The gaps of one variant, batch by batch: changes of routes, and d natural and replayed; `pair` as in
-    `ChangeCounts`."""
+    """The gaps of one variant, collected batch by batch: changes of routes, and natural and replayed d, nats.
+
+    `pair` is that of `ChangeCounts`."""
 
     pair: str = "engines"
     counts: ChangeCounts | None = None
@@ -68,7 +70,7 @@ class GapSums:
     masks: list[Bool[Tensor, "B T"]] = field(default_factory=list)
 
     def add(self, reference: Scored, other: Scored, replayed: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> None:
-        """One batch; all tensors in the reference's layout."""
+        """Add one batch; all tensors are in the reference's layout."""
         counts = change_counts(reference.routes, other.routes, mask, pair=self.pair)
         self.counts = counts if self.counts is None else self.counts + counts
         self.natural.append(other.logps - reference.logps)
@@ -76,7 +78,7 @@ class GapSums:
         self.masks.append(mask)
 
     def metrics(self) -> dict[str, float | int]:
-        """Slot, site and token change with numerator and denominator, and what `gap_split` says."""
+        """Return slot, site and token change with numerators and denominators, and the metrics of `gap_split`."""
         counts = self.counts
         if counts is None or not counts.tokens_total:
             raise CannotRun("no token to measure")
@@ -89,21 +91,21 @@ class GapSums:
 def gap_split(
     natural: Float[Tensor, "B T"], replayed: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> dict[str, float | int]:
-    """How far a second scoring of equal weights is from the first, and what of that is routing. Pure; float64.
+    """Return how far a second scoring of equal weights is from the first, and which share is routing; float64.
 
     Args:
         natural: d = log p(second scoring, its own routes) - log p(first), nats.
-        replayed: the same with the first scoring's routes forced on the second.
+        replayed: the same difference with the first scoring's routes forced on the second.
         mask: the tokens that are measured.
 
-    Returns, of `natural`, and under `NAME_replayed` of `replayed`:
+    Returns the metrics of `natural`, and those of `replayed` under `NAME_replayed`:
         `outside`: tokens with a ratio e^d outside [0.9, 1.1], over `measured` (verl issue 6280 gives the share as
         `outside_fraction`);
         `extreme_2`: tokens with max(r, 1/r) > 2, R3's F(2) over `measured`;
         `gap_mean`, `gap_p99`, `gap_max` of |d|, nats; `m2` = mean d², nats²; `k3`, nats per token; `chi2_token`,
-        `ess_token` and their kin over sequences: see `ratio_metrics`.
-        `routing_share_NAME` for gap_mean, m2, k3 and outside: 1 - NAME_replayed / NAME, what forcing the first
-        scoring's routes removes; NaN where there is nothing to remove; negative where it makes more.
+        `ess_token` and their counterparts over sequences: see `ratio_metrics`.
+        `routing_share_NAME` for gap_mean, m2, k3 and outside: 1 - NAME_replayed / NAME, the share that forcing the
+        first scoring's routes removes; NaN if NAME is 0; negative if the forced routes increase NAME.
 
     >>> natural, replayed = torch.tensor([[0.2, -0.4]]), torch.tensor([[0.05, -0.1]])
     >>> metrics = gap_split(natural, replayed, torch.ones(1, 2, dtype=torch.bool))
@@ -133,16 +135,16 @@ def compare(
     decode_tokens: int = 64,
     tick: Callable[[], None] = lambda: None,
 ) -> GapSums:
-    """Score `texts` with `model` in a variant, live and with the reference's routes, and count against `reference`.
+    """Score `texts` in a variant, live and with the reference's routes, and return the gaps to `reference`.
 
     Args:
         reference: `score_live` of each text with the same weights, in the reference's arithmetic.
-        decode_tokens: of each sequence, measured by the variant "decode".
-        tick: told of every batch.
+        decode_tokens: number of columns, from the first measured one, that the variant "decode" decodes and measures.
+        tick: called after every batch.
 
     Raises:
-        CannotRun: there is nothing to this variant here, or kernels or memory refuse it.
-        ValueError: a text of which the first token of a sequence is to be measured.
+        CannotRun: the variant would change nothing for these texts, or kernels or memory do not allow it.
+        ValueError: the first token of a sequence is to be measured.
     """
     for text in texts:
         check_measured(text)
@@ -174,7 +176,7 @@ def compare(
 
 
 def check_finite(scored: Iterable[Scored]) -> None:
-    """Raises CannotRun where a log-probability is not finite: it would compare as unchanged."""
+    """Raise CannotRun if a log-probability is not finite, as counts would take its token for unchanged."""
     if not all(bool(torch.isfinite(one.logps).all()) for one in scored):
         raise CannotRun("log-probabilities are not all finite: an overflow in this dtype?")
 
@@ -186,8 +188,9 @@ def arithmetic_floor(
     experts: Iterable[str] = EXPERTS,
     decode_tokens: int = 64,
 ) -> tuple[dict[str, dict[str, float | int]], dict[str, str]]:
-    """Every variant of a model at hand: name -> metrics (`GapSums.metrics`), and name -> why it could not be run.
-    Raises CannotRun where the model's log-probabilities are not finite to begin with.
+    """Measure a model in all variants; return metrics (`GapSums.metrics`) by variant, and why others could not be run.
+
+    Raises CannotRun if the log-probabilities of the reference scoring are not finite.
 
     >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     >>> sizes = dict(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
@@ -210,12 +213,12 @@ def arithmetic_floor(
 
 
 def experts_variants(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Names of the variants that compare the model's experts implementation with those of `names` that are others."""
+    """Return the variant names for all experts implementations of `names` but the model's own."""
     return [f"experts_{name}" for name in names if name != experts_implementation(model)]
 
 
 def repadded(text: TokenBatch, side: str) -> TokenBatch:
-    """The same tokens with all padding on the `left` or the `right`, as wide as before.
+    """Return the text with all padding on the `left` or the `right`; the width stays the same.
 
     >>> real = torch.tensor([[False, True, True]])
     >>> repadded(TokenBatch(torch.tensor([[0, 5, 6]]), real, real), "right").input_ids
@@ -238,7 +241,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(variant: str, text: TokenBatch) -> list[_Piece]:
-    """How a variant feeds the text; empty where that would be what the reference did."""
+    """Return the forwards in which a variant scores the text; empty if they would be the reference's."""
     size = len(text.input_ids)
     if variant.startswith("padding_"):
         moved = repadded(text, variant.removeprefix("padding_"))
@@ -259,12 +262,12 @@ def _without_padding(row: TokenBatch) -> TokenBatch:
 def _rescored(
     model: nn.Module, text: TokenBatch, reference: Scored, pieces: Sequence[_Piece]
 ) -> tuple[Scored, Float[Tensor, "B T"]]:
-    """The variant's own scoring and the one under the reference's routes, both in the layout of `text`."""
+    """Score the pieces live and under the reference's routes; return both in the layout of `text`."""
     logps, routes, forced = [], [], []
     for start, stop, piece in pieces:
         rows, before = text.rows(start, stop), reference.routes.rows(slice(start, stop))
         there, here = piece.attention_mask.cpu(), rows.attention_mask.cpu()
-        moves = not torch.equal(there, here)  # else padding keeps its routes too, and groups of experts their sizes
+        moves = not torch.equal(there, here)  # if not, padding is replayed, too, and experts' row counts stay
         own, replayed = _live_and_replayed(model, piece, before.realign(here, there) if moves else before)
         logps.append(_moved(own.logps, piece, rows))
         forced.append(_moved(replayed, piece, rows))
@@ -275,15 +278,16 @@ def _rescored(
 def _live_and_replayed(
     model: nn.Module, text: TokenBatch, routes: RoutedExperts, score: Score = text_logps
 ) -> tuple[Scored, Float[Tensor, "B T"]]:
-    """A text as the model routes for itself, and its log-probabilities with `routes` forced. Replaying one's own routes
-    is bit-exact: where nothing changed the second forward would say the same."""
+    """Score a text under live routing, and return its log-probabilities with `routes` forced, too.
+
+    Replaying a model's own routes is bit-exact: if no route changed, the second forward is left out."""
     own = score_live(model, text, score)
     changed = bool(site_change(routes, own.routes)[text.attention_mask.cpu()].any())
     return own, score_replayed(model, text, routes, own.routes, score) if changed else own.logps
 
 
 def _moved(logps: Float[Tensor, "b t"], piece: TokenBatch, rows: TokenBatch) -> Float[Tensor, "b T"]:
-    """From a piece's layout to that of the text: measured tokens keep their order within a row."""
+    """Move log-probabilities from a piece's layout to that of the text; measured tokens keep their order in a row."""
     found = logps.new_zeros(rows.input_ids.shape)
     found[rows.completion_mask.cpu()] = logps[piece.completion_mask.cpu()]
     return found
@@ -292,7 +296,9 @@ def _moved(logps: Float[Tensor, "b t"], piece: TokenBatch, rows: TokenBatch) -> 
 def _decoded(
     model: nn.Module, text: TokenBatch, reference: Scored, decode_tokens: int
 ) -> tuple[Scored, Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """As `_rescored`, with the mask of the tokens that were decoded: the first `decode_tokens` columns of responses."""
+    """Do `_rescored` by decoding, and return the mask of the measured tokens as well.
+
+    Decoded are the `decode_tokens` columns from the first one with a measured token on."""
     width = text.input_ids.shape[1]
     first = int(text.completion_mask.any(0).int().argmax())
     stop = min(width, first + decode_tokens)
@@ -306,6 +312,6 @@ def _decoded(
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Batches of any width as one, padded on the right with 0 or False."""
+    """Concatenate batches of different widths, padded on the right with 0 or False."""
     width = max(part.shape[1] for part in parts)
     return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])

@@ -1,4 +1,4 @@
-"""Every name that a run folder holds, with its one definition: the registry behind docs/metrics.md.
+"""Definitions of all metrics in a run folder: the registry from which docs/metrics.md is generated.
 
     python -m moe_rl.measure.catalogue > docs/metrics.md
 
@@ -260,7 +260,7 @@ HEADS = {
 
 
 def find(kind: str, name: str) -> Metric | None:
-    """The entry of a name: an exact one, else one with a placeholder that it fits; None if it has none.
+    """Return the entry of a metric, by exact name or by a placeholder such as `<model>_bytes`; None if there is none.
 
     >>> find("update", "k3").unit, find("step", "reference_bytes").name, find("update", "kl3")
     ('nats/token', '<model>_bytes', None)
@@ -273,7 +273,7 @@ def find(kind: str, name: str) -> Metric | None:
 
 
 def render() -> str:
-    """docs/metrics.md."""
+    """Return the text of docs/metrics.md."""
     lines = [
         "# Metrics",
         "",

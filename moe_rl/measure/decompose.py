@@ -1,15 +1,15 @@
-"""Where a log-ratio comes from: the weights, the routes, or both together.
+"""Decomposition of a token's log-ratio into a weight, a routing and an interaction part.
 
 The same tokens are scored under {old, new weights} x {old, new routes}. With f(w, e) the log-probability of a token
 under weights w and routes e,
 
-    log r       = f(new, new) - f(old, old)         what importance sampling sees
-    weight      = f(new, old) - f(old, old)         the weights move, the experts stay: what Routing Replay leaves
-    routing     = f(old, new) - f(old, old)         the experts move, the weights stay
-    interaction = log r - weight - routing          what neither does alone
+    log r       = f(new, new) - f(old, old)         the log-ratio of importance sampling
+    weight      = f(new, old) - f(old, old)         new weights, old routes: the log-ratio under Routing Replay
+    routing     = f(old, new) - f(old, old)         old weights, new routes
+    interaction = log r - weight - routing          the part that neither change causes alone
 
-This is the 2x2 factorial contrast with the old policy as its origin: both effects are measured from one point and
-neither goes first. Going first is what the two *orderings* do, and they disagree by exactly the interaction:
+This is the 2x2 factorial contrast with the old policy as its origin: both effects are measured from one point, and
+neither change goes first. In an *ordering* one goes first, and the two orderings disagree by exactly the interaction:
 
     weights first:  log r = weight + (routing + interaction),  the last term f(new, new) - f(new, old) being what
                             replay removes under the new weights (`Decomposition.replay_effect`)
@@ -18,13 +18,13 @@ neither goes first. Going first is what the two *orderings* do, and they disagre
 Their mean, the Shapley value, gives half of the interaction to each: `routing + interaction / 2` and
 `weight + interaction / 2`.
 
-Nothing of this is published for RL (the question is our literature list's); R2 and R3 (arXiv 2507.18071 section 5.3,
-arXiv 2510.11370) remove the routing part without measuring it.
+No publication on RL has this decomposition (the question is from our literature list); R2 and R3 (arXiv 2507.18071
+section 5.3, arXiv 2510.11370) remove the routing part without measuring it.
 
-Exactness. A row of routes whose *set* of experts did not change keeps the slot order of the model that is run, so that
-a token whose context did not flip has no routing part and no interaction from another summation order. What is left is
-rounding of the experts' products, which may depend on how many rows an expert has: none was seen with AVX512 kernels,
-1e-6 nats with AVX2. Equal weights give exactly 0 in every part.
+Exactness. A row of routes whose *set* of experts did not change keeps the slot order of the model that is run. A token
+without a changed route in its context therefore gets no routing part and no interaction from another summation order.
+The remaining error is rounding of the experts' products, which may depend on how many rows an expert has: none was seen
+with AVX512 kernels, 1e-6 nats with AVX2. Equal weights give exactly 0 in every part.
 """
 
 from dataclasses import dataclass
@@ -51,20 +51,20 @@ from moe_rl.routing import RoutedExperts, replay_routes, site_change
 
 @dataclass(frozen=True, eq=False)
 class Decomposition:
-    """The four log-probabilities of every token, and everything that follows from them. float64, CPU, detached.
+    """The four log-probabilities of every token, and the parts of its log-ratio. float64, CPU, detached.
 
     Attributes:
-        old: f(old weights, old routes), nats; 0 outside `mask`, as all others.
+        old: f(old weights, old routes), nats; like all log-probabilities here, 0 outside `mask`.
         new_weights: f(new weights, old routes).
         new_routes: f(old weights, new routes).
         new: f(new weights, new routes).
         mask: True on the tokens that are measured.
-        old_routes, new_routes_taken: what each model chose live, for all tokens.
-        site_alone: per routing site l, f(new weights; new routes at l, old routes elsewhere) - f(new, old): replaying
-            all sites but one. None unless asked for.
-        site_last: per routing site l, f(new, new) - f(new weights; old routes at l, new routes elsewhere): replaying
-            one site alone. All other sites are held at what was recorded, so that nothing but site l differs. At
-            two sites, `site_alone[0] + site_last[1]` is the whole effect; in general neither sums to it.
+        old_routes, new_routes_taken: the routes that each model chose live, for all tokens.
+        site_alone: per routing site l, f(new weights; new routes at l, old routes elsewhere) - f(new, old): the
+            effect of replaying all sites but one. None without `per_site`.
+        site_last: per routing site l, f(new, new) - f(new weights; old routes at l, new routes elsewhere): the
+            effect of replaying one site alone. All other sites are held at their recorded routes, so that only site l
+            differs. With two sites, `site_alone[0] + site_last[1]` is the whole effect; in general neither sums to it.
     """
 
     old: Float[Tensor, "B T"]
@@ -79,22 +79,22 @@ class Decomposition:
 
     @property
     def log_ratio(self) -> Float[Tensor, "B T"]:
-        """f(new, new) - f(old, old), nats; what GRPO's token ratio is the exponential of."""
+        """f(new, new) - f(old, old), nats: the logarithm of GRPO's token ratio."""
         return self.new - self.old
 
     @property
     def weight(self) -> Float[Tensor, "B T"]:
-        """f(new weights, old routes) - f(old, old), nats: the log-ratio that Routing Replay would give."""
+        """f(new weights, old routes) - f(old, old), nats: the log-ratio under Routing Replay."""
         return self.new_weights - self.old
 
     @property
     def routing(self) -> Float[Tensor, "B T"]:
-        """f(old weights, new routes) - f(old, old), nats."""
+        """f(old weights, new routes) - f(old, old), nats: the effect of the new routes alone."""
         return self.new_routes - self.old
 
     @property
     def interaction(self) -> Float[Tensor, "B T"]:
-        """The rest, f(new, new) - f(new, old) - f(old, new) + f(old, old), nats."""
+        """The rest of the log-ratio, f(new, new) - f(new, old) - f(old, new) + f(old, old), nats."""
         return (self.new - self.new_weights) - (self.new_routes - self.old)
 
     @property
@@ -103,16 +103,16 @@ class Decomposition:
         return self.new - self.new_weights
 
     def sequence(self, part: Float[Tensor, "*parts B T"]) -> Float[Tensor, "*parts B"]:
-        """Length-normalised: mean over a sequence's measured tokens, as in GSPO's ratio (arXiv 2507.18071, eq. 7);
-        0 where there are none."""
+        """Return the mean of a part over each sequence's measured tokens, as in GSPO's ratio (arXiv 2507.18071, eq. 7);
+        0 for a sequence without measured tokens."""
         return (part * self.mask).sum(-1) / self.mask.sum(-1).clamp(min=1)
 
     def shares(self) -> Shares:
-        """Variances and covariances of the three parts, by token and by sequence; shares add with `+`."""
+        """Return variances and covariances of the three parts, over tokens and over sequences; batches add with `+`."""
         return Shares.of(torch.stack([self.weight, self.routing, self.interaction], -1), self.mask)
 
     def site_shares(self) -> SiteShares | None:
-        """The same for the sites; None unless they were asked for."""
+        """Return the variances of the sites' effects and their shares of the replay effect; None without `per_site`."""
         if self.site_alone is None or self.site_last is None:
             return None
         return SiteShares.of(self.old_routes.sites, self.site_alone, self.site_last, self.replay_effect, self.mask)
@@ -129,18 +129,18 @@ def decompose(
     per_site: bool = False,
     batch_size: int | None = None,
 ) -> Decomposition:
-    """Split the log-ratio of two checkpoints of one architecture on any text; see the module for the parts.
+    """Split the log-ratio of two checkpoints of one architecture on any text; the module's docstring defines the parts.
 
-    Four forwards, and with `per_site` up to two more for every routing site at which something changed. Both models
-    are put in eval mode for the time being; no gradient. They may be on different devices.
+    Takes four forwards, and with `per_site` up to two more for every routing site at which a route changed. Both models
+    are in eval mode meanwhile; no gradient is computed. They may be on different devices.
 
     Args:
         attention_mask: true on tokens, false on padding, on either side.
-        completion_mask: true on the tokens to measure, which the first of a sequence is not.
+        completion_mask: true on the tokens to measure, never on the first token of a sequence.
         temperature: of the distribution that is scored.
         per_site: also replay all sites but one, and one site alone (`site_alone`, `site_last`).
-        batch_size: sequences per forward; None takes all at once. The same in all forwards, so that a model whose
-            numbers depend on the batch's shape is still compared with itself.
+        batch_size: sequences per forward; None takes all at once. All forwards use the same size, so that a model
+            whose numbers depend on the batch's shape is compared under one shape.
 
     Raises:
         RoutingError: routing sites, expert counts or experts per token differ.
@@ -163,7 +163,7 @@ def decompose(
 def decompose_scored(
     old_model: nn.Module, new_model: nn.Module, text: TokenBatch, old: Scored, new: Scored, *, per_site: bool = False
 ) -> Decomposition:
-    """As `decompose` where `score_live` of both models is at hand."""
+    """Do `decompose` for a text that `score_live` has already scored with both models (`old`, `new`)."""
     new_weights = score_replayed(new_model, text, old.routes, new.routes)
     new_routes = score_replayed(old_model, text, new.routes, old.routes)
     sites = score_sites(new_model, text, old.routes, new, new_weights) if per_site else None
@@ -173,12 +173,12 @@ def decompose_scored(
 def decompose_update(
     model: nn.Module, old_weights: dict[str, Tensor], text: TokenBatch, old: Scored, *, per_site: bool = False
 ) -> Decomposition:
-    """As `decompose` where one model holds the new weights and the old ones are kept aside.
+    """Do `decompose` with one model that holds the new weights, and a copy of the old weights.
 
     Args:
-        model: holds the new weights, before and after.
+        model: holds the new weights, before the call and after it.
         old_weights: from `copy_weights(model)`, taken before the update.
-        old: `score_live` of the old weights on the same text, so that it need not be repeated at each update.
+        old: `score_live` of the old weights on the same text, computed once for all updates.
     """
     new = score_live(model, text)
     new_weights = score_replayed(model, text, old.routes, new.routes)
@@ -188,16 +188,16 @@ def decompose_update(
     return combine(text, old, new, new_weights, new_routes, sites)
 
 
-# -- the passes, each by itself, for those who hold one model at a time; also `score_live`, `score_replayed` -----------
+# -- single passes, for callers that hold one model at a time; also `score_live`, `score_replayed` ---------------------
 
 
 @torch.no_grad()
 def score_sites(
     model: nn.Module, text: TokenBatch, old_routes: RoutedExperts, new: Scored, replayed: Float[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "L B T"], Float[Tensor, "L B T"]]:
-    """f(new; new routes at site l, old elsewhere) and f(new; old routes at l, new elsewhere), for every site l.
+    """Return f(new; new routes at site l, old elsewhere) and f(new; old routes at l, new elsewhere), for every site l.
 
-    `replayed` is f(new; old routes). A site at which no token changed is not run: it changes nothing.
+    `replayed` is f(new; old routes). A site at which no token changed needs no forward.
     """
     kept = in_order_of(new.routes, old_routes)
     changed = site_change(kept, new.routes).flatten(0, 1).any(0).tolist()
@@ -225,7 +225,7 @@ def combine(
     new_routes: Float[Tensor, "B T"],
     sites: tuple[Float[Tensor, "L B T"], Float[Tensor, "L B T"]] | None = None,
 ) -> Decomposition:
-    """The results of the passes as one Decomposition."""
+    """Return the results of the passes as one Decomposition."""
     alone, others = (None, None) if sites is None else sites
     return Decomposition(
         old=old.logps,

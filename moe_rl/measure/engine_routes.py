@@ -1,4 +1,4 @@
-"""Whether the routes of an engine that samples lie beside the tokens that they are of."""
+"""Check that each route of a sampling engine is stored at its own token and not shifted by one."""
 
 from collections.abc import Callable
 
@@ -18,18 +18,18 @@ def refuse_shifted(
     tokens: Bool[Tensor, "B T"],
     sums: Callable[[Tensor], Tensor] = lambda found: found,
 ) -> None:
-    """Compare a sampling engine's routes with the policy's at equal weights, as they are and shifted by one token.
+    """Raise RoutingError if a sampling engine's routes are shifted by one token against the policy's at equal weights.
 
     Routes shifted by one token have the right shape and replay without an error, at a replayed fraction of 1. Only the
-    first site is compared: what a router says there does not depend on other routes.
+    first site is compared: its routers' choices do not depend on other routes.
 
     Args:
-        engine, own: routes `[B,T,L,K]` of the same tokens; -1 rows count nowhere.
+        engine, own: routes `[B,T,L,K]` of the same tokens; rows of -1 are not counted.
         tokens: true on real tokens.
-        sums: over processes, so that all of them refuse or none.
+        sums: adds a tensor over all processes, so that all of them refuse or none.
 
     Raises:
-        RoutingError: shifted by one token less than half as many slots differ as beside each other.
+        RoutingError: after a shift by one token, less than half as many slots differ as without it.
     """
     found = [_changed(engine.site_ids(0), own.site_ids(0), tokens, shift) for shift in SHIFTS]
     changed, rows = sums(torch.stack(found).double().cpu()).unbind(1)
@@ -45,7 +45,7 @@ def refuse_shifted(
 
 
 def _changed(engine: Tensor, own: Tensor, tokens: Bool[Tensor, "B T"], shift: int) -> Float[Tensor, "2"]:
-    """Sum of slot changes of the engine's row t against the policy's row t + shift, and of how many rows."""
+    """Return the sum of slot changes of the engine's rows t against the policy's rows t + shift, and the row count."""
     width = tokens.shape[1]
     here, there = slice(max(0, -shift), width - max(0, shift)), slice(max(0, shift), width - max(0, -shift))
     a, b, real = engine[:, here], own[:, there], tokens[:, here] & tokens[:, there]

@@ -1,8 +1,8 @@
-"""How a gradient under replay differs from the one under live routing, at the same weights and tokens.
+"""Comparison of a loss's gradients under replay and under live routing, at the same weights and tokens.
 
-Replay holds the old policy's experts, so that its gradient is that of another function of the weights. Its bias is
-told by the cosine with the natural gradient, overall, by layer and of the routers alone; how much the gradient differs
-between two halves of the same responses says what sampling alone does.
+Under replay the experts are the old policy's, so that the gradient is that of another function of the weights. The
+cosine with the natural gradient measures this bias: overall, by layer, and for the routers alone. The cosine between
+the gradients of two halves of the responses shows the effect of sampling alone.
 """
 
 import math
@@ -16,12 +16,12 @@ from moe_rl.routing.counts import quotient
 from moe_rl.routing.sites import canonical_site
 
 OTHER = "other"
-"""The group of parameters that lie in no layer: embeddings, the last norm, the head."""
+"""Name of the group of parameters outside all layers: embeddings, the last norm, the head."""
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 def loss_gradient(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """The gradient of `loss` in every trainable parameter that it depends on, by name; `.grad` is left as it is."""
+    """Return the gradient of `loss` by name, for all trainable parameters that it depends on; `.grad` is unchanged."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     found = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
     return {name: grad for (name, _), grad in zip(named, found, strict=True) if grad is not None}
@@ -30,12 +30,12 @@ def loss_gradient(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 def compare_gradients(
     one: Mapping[str, Tensor], other: Mapping[str, Tensor], group: Callable[[str], str] = lambda name: "all"
 ) -> dict[str, tuple[float, float]]:
-    """Cosine of two gradients, and the norm of `other` over that of `one`, by group of parameters.
+    """Return, by group of parameters, the cosine of two gradients and the norm of `other` over the norm of `one`.
 
-    A parameter that only one of them depends on counts as zero in the other. NaN where a norm is zero.
+    A parameter that is missing in one of the gradients counts as zero there. A value is NaN if its divisor is zero.
 
     Args:
-        group: from a parameter's name to that of its group; groups keep the order of the names.
+        group: maps a parameter's name to that of its group; groups keep the order of the names.
     """
     dots: dict[str, list[float]] = {}
     for name in dict.fromkeys((*one, *other)):
@@ -50,7 +50,7 @@ def compare_gradients(
 
 
 def layer_of(name: str) -> str:
-    """The layer of a parameter: the first number in its name; `OTHER` without one.
+    """Return the layer of a parameter: the first number in its name, or `OTHER` if there is none.
 
     >>> layer_of("model.layers.3.mlp.experts.down_proj"), layer_of("lm_head.weight")
     ('3', 'other')
@@ -65,14 +65,14 @@ def gradient_metrics(
     halves: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
     sites: Sequence[str],
 ) -> dict[str, float | list[float] | list[str]]:
-    """What a probe logs of gradients; names as in the catalogue.
+    """Return the gradient metrics that a probe writes, under the names of the catalogue.
 
     Args:
-        natural, replayed: of the same loss, under live and under replayed routing.
-        halves: natural, of two halves of the responses.
+        natural, replayed: gradients of the same loss, under live and under replayed routing.
+        halves: natural gradients of two halves of the responses.
         sites: names of the routing sites; a parameter below one of them is a router's.
 
-    A gradient of no parameter is 0: its cosine and ratio are NaN.
+    If no parameter has a gradient, cosine and ratio are NaN.
     """
     nothing = (math.nan, math.nan)
     routers = [name for name in natural if any(canonical_site(name).startswith(f"{site}.") for site in sites)]

@@ -1,7 +1,7 @@
-"""The output head of a language model and the softmax behind it, a chunk of tokens at a time.
+"""Log-probabilities and entropies from an output head, computed for a chunk of tokens at a time to save memory.
 
-For N tokens, hidden size H and vocabulary V, forward and backward together: 8 N V H operations where holding
-the logits takes 6 N V H (one product more, the recomputation), and chunk x V entries held instead of N x V.
+For N tokens, hidden size H and vocabulary V, forward and backward together take 8 N V H operations and hold chunk x V
+logits. A computation that holds all N x V logits takes 6 N V H operations; the difference is one recomputed product.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +14,10 @@ from torch.autograd.function import once_differentiable
 
 
 def default_chunk(vocabulary: int, hidden_size: int) -> int:
-    """Tokens whose logits are held at once: 128 MiB of them in fp32, or a quarter of the weight's own gradient if
-    that is more: each chunk reads and writes that gradient once, so chunks far smaller than it are slow.
+    """Return the default number of tokens whose logits are held at once.
+
+    The logits take 128 MiB in fp32, or a quarter of the memory of the weight's gradient if that is more: each chunk
+    reads and writes that gradient once, so chunks far smaller than the gradient are slow.
 
     >>> default_chunk(151_936, 512), default_chunk(151_936, 4096), default_chunk(28, 48)
     (220, 1024, 1198372)
@@ -24,7 +26,7 @@ def default_chunk(vocabulary: int, hidden_size: int) -> int:
 
 
 class LogitMap(NamedTuple):
-    """What a model does to its head's output x: `softcap tanh(scale x / softcap)`, or `scale x` uncapped."""
+    """Map from a head's output x to the model's logits: `softcap tanh(scale x / softcap)`, or `scale x` uncapped."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -45,15 +47,14 @@ def head_logps(
     entropy: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """`log softmax(logit_map(hidden @ weight.T + bias) / temperature)[target]` and the entropy, in chunks.
+    """Return `log softmax(logit_map(hidden @ weight.T + bias) / temperature)[target]` and the entropy, in chunks.
 
     With p the softmax, l its log-probabilities and H its entropy, the gradient at the divided logit j is
 
         d logp / d z_j = [j = target] - p_j            d H / d z_j = -p_j (l_j + H)
 
-    The product is taken in the inputs' dtype, as the model would, what follows in fp32 (float64 for float64),
-    and the weight's gradient is summed over chunks in fp32. Under autocast, the product is taken in its
-    dtype.
+    The product is computed in the inputs' dtype, as in the model (under autocast, in autocast's dtype), all that
+    follows in fp32 (float64 for float64). The weight's gradient is summed over chunks in fp32.
 
     Args:
         chunk_size: tokens whose logits are held at once; default `default_chunk(V, H)`.
@@ -82,8 +83,9 @@ def threaded_head_logps(
     entropy: bool,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`head_logps` and an empty tensor from the same autograd node: whatever hangs on the tensor happens, in
-    backward, before the head's own backward."""
+    """Return the results of `head_logps` and an empty tensor from the same autograd node.
+
+    In backward, everything that depends on the empty tensor is computed before the head's own backward."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -95,7 +97,9 @@ def threaded_head_logps(
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Keeps the hidden states, the weight and two numbers per token; backward computes the logits again."""
+    """Autograd function that keeps the hidden states, the weight and up to two numbers per token, but no logits.
+
+    Backward computes the logits again."""
 
     @staticmethod
     def forward(
@@ -123,10 +127,10 @@ class _ChunkedHead(torch.autograd.Function):
             total = p.sum(1)
             lse[rows] = top + total.log()
             logps[rows] = chosen - lse[rows]
-            if entropies is not None:  # H = log sum e^z - sum p z, with z measured from the largest
-                z.clamp_(min=torch.finfo(dtype).min)  # of a token that is excluded, -inf times its probability 0 is 0
+            if entropies is not None:  # H = log sum e^z - sum p z, where z is the logit minus the largest one
+                z.clamp_(min=torch.finfo(dtype).min)  # an excluded token (-inf, p = 0) adds 0 and no NaN
                 entropies[rows] = total.log() - p.mul_(z).sum(1) / total
-            del z, p  # before the next chunk's are made
+            del z, p  # free the memory before the next chunk
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies)
         ctx.options = logit_map, temperature, chunk
         ctx.set_materialize_grads(False)
@@ -151,7 +155,7 @@ class _ChunkedHead(torch.autograd.Function):
                 d_z = z.sub_(lse[rows, None])  # log p, in z's memory
                 del z
                 if d_entropies is None:
-                    d_z.exp_().mul_(-d_logps[rows, None])  # type: ignore[index]  # not None: one of the two is there
+                    d_z.exp_().mul_(-d_logps[rows, None])  # type: ignore[index]  # not None: one of the two is given
                 else:
                     p = d_z.exp()
                     d_z.add_(entropies[rows, None]).mul_(-d_entropies[rows, None])
@@ -174,7 +178,7 @@ class _ChunkedHead(torch.autograd.Function):
                     d_weight.addmm_(d_z.T, hidden[rows])
                 elif d_weight is not None:
                     d_weight += d_z.T @ hidden[rows]
-                del d_z, slope  # before the next chunk's are made
+                del d_z, slope  # free the memory before the next chunk
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None, None
@@ -188,7 +192,7 @@ def _divided_logits(
     temperature: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits over the temperature, in a `dtype` buffer of their own; the slope of the soft cap, if any."""
+    """Return logits divided by the temperature in a new `dtype` buffer, and the slope of the soft cap, if any."""
     z = F.linear(hidden, weight, bias).to(dtype)
     if logit_map.softcap is not None:
         z.mul_(logit_map.scale / logit_map.softcap).tanh_()

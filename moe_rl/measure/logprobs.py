@@ -1,9 +1,9 @@
-"""Token log-probabilities and entropies of any transformers causal LM, without its logits.
+"""Token log-probabilities and entropies of any transformers causal LM, computed without holding all of its logits.
 
 The logits are the memory peak of training: 8k tokens x 151,936 entries are 5 GB in fp32, and as much again
-for their gradient. Here the model runs its own forward, wrappers and hooks included, but while it runs, a
-stand-in answers for the output head: it takes the hidden states that predict completion tokens, reduces them
-to one number per token chunk by chunk (`moe_rl.measure.head`), and hands the model empty logits.
+for their gradient. Here the model runs its own forward, wrappers and hooks included, but a stand-in replaces the
+`forward` of the output head meanwhile: it takes the hidden states that predict completion tokens, reduces them
+to one number per token chunk by chunk (`moe_rl.measure.head`), and returns empty logits to the model.
 """
 
 import inspect
@@ -30,16 +30,16 @@ from moe_rl.objectives.ratios import as_bool_mask, check_shapes
 
 @dataclass(frozen=True)
 class TokenLogps:
-    """What a model says of the completion tokens. Entry t speaks of token t given the tokens before it.
+    """A model's results for the completion tokens; entry t is about token t given the tokens before it.
 
     Attributes:
         logps: nats, 0 outside the completion; fp32, or float64 for a float64 model. Differentiable.
         entropy: nats, of the distribution that token t is drawn from; 0 outside the completion.
-            Differentiable, so that an entropy bonus works. None unless asked for.
+            Differentiable, so that an entropy bonus works. None without `entropy=True`.
         aux_loss: the model's own load-balancing loss over all tokens that are not padding, without its
-            coefficient. Differentiable. None unless asked for.
-        router_logits: one tensor per routing site, as the model returned them; None unless they or `aux_loss` are
-            asked for.
+            coefficient. Differentiable. None without `aux_loss=True`.
+        router_logits: one tensor per routing site, as the model returned them; None without `router_logits=True` or
+            `aux_loss=True`.
     """
 
     logps: Float[Tensor, "B T"]
@@ -62,35 +62,35 @@ def token_logps(
     position_ids: Int[Tensor, "B T"] | None = None,
     shared: SharedPrompts | None = None,
 ) -> TokenLogps:
-    """Log-probability of every completion token, `log softmax(logits[t-1] / temperature)[token t]`.
+    """Return the log-probability of every completion token, `log softmax(logits[t-1] / temperature)[token t]`.
 
     `model` is called once, as the caller holds it (bare, or in DistributedDataParallel, FSDP2, PEFT,
-    accelerate), so gradient synchronisation, sharding and routing hooks work as in any other call. Models
-    whose head is not a plain `nn.Linear`, or who treat its output to more than a scale and a soft cap (a forward hook,
-    a replaced `forward` or a wrapper may, too: `other_heads.hindrance`), and models compiled as a whole take
-    `model(...).logits` instead: the same numbers at full memory, with one warning. (Compile the backbone or its layers
-    to have both.) A scale and a soft cap are taken in fp32: in 16 bits the model's own logits are rounded once more.
+    accelerate), so gradient synchronisation, sharding and routing hooks work as in any other call. For some models
+    `model(...).logits` is used instead: the same numbers at full memory, with one warning. These are models with a head
+    that is not a plain `nn.Linear`, models that change its output by more than a scale and a soft cap (also in a
+    forward hook, a replaced `forward` or a wrapper: `other_heads.hindrance`), and models compiled as a whole. (To save
+    memory in a compiled model, compile its backbone or its layers.) A scale and a soft cap are applied in fp32; in 16
+    bits the model's own logits are rounded once more.
 
     Args:
         attention_mask: true on tokens, false on padding, on either side.
-        completion_mask: true on the tokens that are asked for. A row's first token follows nothing: its entry
-            is 0.
+        completion_mask: true on the tokens to score. No token precedes a row's first one, so that its entry is 0.
         temperature: of the distribution that is scored, as in sampling.
-        entropy: also the entropy of each completion token's distribution.
-        aux_loss: also the model's load-balancing loss. It counts the experts that the router logits favour,
-            also where a replay made the model use others.
-        router_logits: also the router logits, of all tokens.
+        entropy: also return the entropy of each completion token's distribution.
+        aux_loss: also return the model's load-balancing loss. It counts the experts that the router logits favour,
+            even if a replay made the model use others.
+        router_logits: also return the router logits, of all tokens.
         chunk_size: completion tokens whose logits are held at once; default as in `head_logps`.
-        position_ids: default: the number of tokens before, padding not counted. Several sequences in a row: `packed`;
-            the first such call tries out whether the model keeps them apart.
-        shared: this batch as rows that share prompts (`share_prompts`), which the model is called with. Whether it can
-            be is for `check_shared_prompts` to say.
+        position_ids: default: the number of tokens before, padding not counted. A row may hold several sequences (see
+            `packed`); the first such call tests whether the model keeps them apart.
+        shared: this batch as rows that share prompts (`share_prompts`), with which the model is then called. Call
+            `check_shared_prompts` first: it tests whether the model computes such rows rightly.
 
     Raises:
         ValueError: a mask of another shape, or of other values than 0 and 1; a completion token lies on padding, or
             right behind padding within its sequence; several sequences in a row, in a model that does not keep them
             apart; temperature or chunk size is not positive; the model has no load-balancing loss; `shared` is of
-            another batch, or something is asked of the model's outputs that rows of several responses do not have.
+            another batch, or is combined with `aux_loss`, `router_logits` or `position_ids`.
         TypeError: `model` holds no transformers model with an output head.
         RuntimeError: another thread is in `token_logps` of this model.
 
@@ -113,7 +113,7 @@ def token_logps(
     check_shapes(input_ids, {"attention_mask": attention_mask, "completion_mask": completion_mask}, "input_ids")
     attended = as_bool_mask(attention_mask, "attention_mask")
     completion = as_bool_mask(completion_mask, "completion_mask")
-    gap = F.pad(~attended[:, :-1] & (attended.cumsum(1)[:, :-1] > 0), (1, 0))  # padding before it, tokens before that
+    gap = F.pad(~attended[:, :-1] & (attended.cumsum(1)[:, :-1] > 0), (1, 0))  # right behind inner padding
     if (wrong := completion & (~attended | gap)).any():
         row, column = wrong.nonzero()[0].tolist()
         if attended[row, column]:
@@ -130,7 +130,7 @@ def token_logps(
     if first is not None:
         refuse_leak(model, lm, evaluating(model), single=B == 1)
     follows = attended[:, :-1] if first is None else ~first[:, 1:]
-    # Flat positions in [B * T] of the tokens that are predicted; the state one earlier predicts.
+    # Flat positions in [B * T] of the tokens that are predicted; the hidden state one position earlier predicts each.
     token = F.pad(completion[:, 1:] & follows, (1, 0)).flatten().nonzero().squeeze(1)
     targets, predicting = input_ids.flatten()[token], token - 1
     if shared is not None:
@@ -178,8 +178,10 @@ def _through_head(
     predicting: Tensor,
     reduce: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor]],
 ) -> tuple[Any, Tensor, Tensor | None]:
-    """Call the model with a stand-in for its head, which reduces the states at `predicting`. Within the head's call its
-    weight is whole: FSDP2 has just gathered it."""
+    """Call the model with a stand-in for its head, which reduces the hidden states at `predicting`.
+
+    Return the model's outputs, the log-probabilities and the entropies. The stand-in reads the weight within the head's
+    call, where FSDP2 has just gathered it whole."""
     B, T = inputs["input_ids"].shape
     results: list[tuple[Tensor, Tensor | None]] = []
     caller = threading.get_ident()
@@ -198,9 +200,9 @@ def _through_head(
         return thread.view(B, 0, len(head.weight)).clone()  # FSDP2 warns of outputs that are views
 
     stand_in = _StandIn(reduced)
-    if vars(head).setdefault("forward", stand_in) is not stand_in:  # one step, whatever other threads do
+    if vars(head).setdefault("forward", stand_in) is not stand_in:  # atomic, in case of other threads
         raise RuntimeError(_BUSY)
-    try:  # the hooks of the head run as ever
+    try:  # the hooks of the head run as in any call
         outputs = model(**inputs)
     finally:
         del head.forward
@@ -210,14 +212,14 @@ def _through_head(
         )
     logps, entropies = results[0]
     # The empty logits left the model as its output, through every wrapper. Adding their sum, 0, makes the
-    # results depend on that output: what a wrapper does when backward reaches it (FSDP2 gathers the head
-    # again) comes first.
+    # results depend on that output: a wrapper's work when backward reaches the output (FSDP2 gathers the head
+    # again) is then done before the head's own backward.
     zero = outputs.logits.sum()
     return outputs, logps + zero, None if entropies is None else entropies + zero
 
 
 class _StandIn(partial[Tensor]):
-    """What stands in for a head's `forward`."""
+    """The function that temporarily replaces a head's `forward`; a type of its own, to be recognised."""
 
 
 _BUSY = (
@@ -227,13 +229,13 @@ _BUSY = (
 
 
 def head_treatment(model: nn.Module, lm: PreTrainedModel) -> LogitMap | str:
-    """What the model does to its head's output; where the head cannot be stood in for, why not, in words."""
+    """Return how the model maps its head's output to logits or, if no stand-in is possible for the head, why not."""
     head = lm.get_output_embeddings()
     if isinstance(vars(head).get("forward"), _StandIn):
         raise RuntimeError(_BUSY)
     around = (*takewhile(lambda module: module is not lm, model.modules()), lm, head)
-    # Looked at once, and again where something has changed that the answer may depend on.
-    seen = [head.weight.shape, *map(_settings, (lm.config, lm.config.get_text_config())), *map(_own, around)]
+    # The answer is kept for each model, and found again if anything has changed that it may depend on.
+    seen = [head.weight.shape, *map(_settings, (lm.config, lm.config.get_text_config())), *map(_overrides, around)]
     tried = _TRIED.get(model)
     if tried is None or tried[0] != seen:
         found = (
@@ -248,8 +250,10 @@ def head_treatment(model: nn.Module, lm: PreTrainedModel) -> LogitMap | str:
 _TRIED: "weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], LogitMap | str]]" = weakref.WeakKeyDictionary()
 
 
-def _own(module: nn.Module) -> list[Any]:
-    """What can make of its output something else: holding none of it, as this may hold the module."""
+def _overrides(module: nn.Module) -> list[Any]:
+    """Return everything about a module that may change its output, to see later whether any of it was replaced.
+
+    Functions are held by weak references, as they may hold the module."""
     values = [vars(module).get("forward"), *module._forward_hooks.values()]
     held = [weakref.ref(value) for value in values if value is not None and value.__module__ != ROUTING_HOOKS]
     numbers = None if type(module).__module__.startswith(PASSING_ON) else _settings(module)
@@ -264,15 +268,17 @@ def _settings(of: Any) -> dict[str, Any]:
 
 
 def hf_model(model: nn.Module) -> nn.Module:
-    """The outermost transformers model, which alone says what it accepts; `model` itself where there is none."""
+    """Return the outermost transformers model in `model`, or `model` itself if there is none.
+
+    A wrapper's signature does not tell which arguments are accepted; that model's does."""
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
-    """The outermost transformers model that has an output head.
+    """Return the outermost transformers model in `model` that has an output head.
 
     Raises:
-        TypeError: there is none.
+        TypeError: no module has one.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
@@ -285,7 +291,9 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """`eval()` inside, so that no dropout or router jitter is drawn; afterwards every module's own mode again."""
+    """Context manager: the model is in eval mode, so that no dropout or router jitter is drawn.
+
+    Afterwards every module has its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

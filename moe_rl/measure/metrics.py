@@ -1,8 +1,8 @@
-"""What an update did to ratios, routes, routers and the loads of experts: pure functions, detached.
+"""Metrics of ratios, routes, routers and expert loads after an update: pure functions with detached results.
 
-`mask` is bool, or 0 and 1 as many trainers write it; other values are a ValueError.
+A `mask` is bool, or 0 and 1 as many trainers write it; other values raise ValueError.
 
-Every name that they return is defined, with its unit and source, in `moe_rl.measure.catalogue`.
+`moe_rl.measure.catalogue` defines every name that the functions return, with its unit and source.
 """
 
 import math
@@ -30,7 +30,7 @@ TAUS = (2, 3, 5, 10)
 
 
 def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) -> dict[str, Tensor]:
-    """How far ratios r = exp(d) are from 1, d = `log_ratio` on the tokens of `mask`; float64, detached.
+    """Return how far ratios r = exp(d) are from 1, where d is `log_ratio` on the tokens of `mask`; float64, detached.
 
     - `k1` = mean(-d), `k2` = mean(d²/2), `k3` = mean(r - 1 - d): KL(old || new) in nats per token, from the old
       policy's samples (Schulman, "Approximating KL divergence")
@@ -38,14 +38,14 @@ def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) 
     - `gap_mean`, `gap_p99`, `gap_max`: of |d|, nats; p99 is the nearest rank
     - `extreme_2`, `_3`, `_5`, `_10`: tokens with max(r, 1/r) > τ; over `tokens` they are F(τ) of R3 (arXiv 2510.11370)
     - `var_ratio`: variance of r over tokens
-    - `chi2_token` = mean(r²) - 1 and `ess_token` = (Σ r)² / (n Σ r²), in (0, 1]; `chi2_sequence`, `ess_sequence` the
+    - `chi2_token` = mean(r²) - 1 and `ess_token` = (Σ r)² / (n Σ r²), in (0, 1]; `chi2_sequence`, `ess_sequence`: the
       same of s = exp(mean of d over a sequence) (arXiv 2507.18071, eq. 7)
     - `var_within`: Var_i of SAPO (arXiv 2511.20347), the variance of d within a sequence (divisor n), mean over
       sequences, nats²
     - `max_token_kl_mean`, `max_token_kl_max`: over sequences, of the largest r - 1 - d of a sequence's tokens, nats.
       Differs: TRM (arXiv 2512.23075) bounds the KL of whole distributions; this is of the sampled token alone.
 
-    NaN without tokens, counts 0. Raises ValueError for shapes that differ, or a mask that is no mask.
+    Without tokens counts are 0 and all others NaN. Raises ValueError for shapes that differ, or a mask that is no mask.
 
     >>> d = torch.tensor([[1.0, 8.0], [1.0, 8.0]], dtype=torch.float64).log()
     >>> metrics = ratio_metrics(d, torch.ones(2, 2, dtype=torch.bool))
@@ -62,7 +62,7 @@ def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) 
         mean = d.sum(1) / length
         within = (torch.where(mask, d - mean[:, None], 0.0).square().sum(1) / length)[rows]
         excess = torch.where(mask, torch.expm1(d) - d, 0.0)
-        peak = excess.amax(1)[rows] if count else tokens  # of rows without any place there is no largest
+        peak = excess.amax(1)[rows] if count else tokens  # amax fails on rows of width 0
         sequence = mean[rows].exp()
         return {
             "k1": -tokens.mean(),
@@ -90,8 +90,9 @@ def update_ratio_metrics(
     sequence_log_ratio: Float[Tensor, " B"],
     mask: Shaped[Tensor, "B T"],
 ) -> dict[str, Any]:
-    """What the ratios of one update were: variances of log-ratios, `ratio_metrics`. What its clip did with them is in
-    `moe_rl.objectives.loss_metrics`."""
+    """Return the metrics of one update's ratios: variances of log-ratios, and `ratio_metrics`.
+
+    The metrics of the clip are in `moe_rl.objectives.loss_metrics`."""
     mask = as_bool_mask(mask)
     return {
         "var_token_log_ratio": variance(log_ratio[mask]),
@@ -104,9 +105,10 @@ def update_ratio_metrics(
 def routing_ratio_metrics(
     logps: Mapping[str, Float[Tensor, "B T"]], old_logps: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> dict[str, Any]:
-    """One policy's log-probabilities of the same tokens under several routings ("natural", "replayed"), each against
-    `old_logps`; nats. Variances of the log-ratio over tokens and over sequences (nats²) and `ratio_metrics`, each name
-    with the routing behind it."""
+    """Return the ratio metrics of one policy under several routings ("natural", "replayed"), against `old_logps`.
+
+    `logps` has the log-probabilities of the same tokens under each routing, nats. The metrics are variances of the
+    log-ratio over tokens and over sequences (nats²) and `ratio_metrics`; each name ends with its routing."""
     metrics: dict[str, Any] = {}
     for routing, new in logps.items():
         log_ratio, sequences = (of(new, old_logps, mask) for of in (token_log_ratio, sequence_log_ratio))
@@ -117,12 +119,12 @@ def routing_ratio_metrics(
 
 
 def variance(values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-    """With divisor n - 1; NaN of fewer than two values."""
+    """Return the variance with divisor n - 1; NaN for fewer than two values."""
     return values.var() if len(values) > 1 else values.new_full((), torch.nan)
 
 
 def effective_share(weights: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-    """Effective sample size over n, (Σ w)² / (n Σ w²): 1 if all weights are equal, 1/n if one has all (Kish).
+    """Return the effective sample size over n, (Σ w)² / (n Σ w²): 1 for equal weights, 1/n if only one is not 0 (Kish).
 
     >>> effective_share(torch.tensor([1.0, 1.0, 0.0, 0.0]))
     tensor(0.5000)
@@ -131,8 +133,10 @@ def effective_share(weights: Float[Tensor, " n"]) -> Float[Tensor, ""]:
 
 
 def ratio_range_metrics(log_ratio: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) -> dict[str, Tensor]:
-    """`probs_ratio_min`, `probs_ratio_max` (NeMo-RL): of the ratios r = e^`log_ratio`; `outside_fraction`: the share of
-    tokens with r outside [0.9, 1.1] (verl issue 6280)."""
+    """Return the range of the ratios r = e^`log_ratio` and the share of tokens outside of [0.9, 1.1].
+
+    `probs_ratio_min`, `probs_ratio_max`: smallest and largest r (NeMo-RL); `outside_fraction`: tokens with r outside
+    [0.9, 1.1] over all (verl issue 6280)."""
     with torch.no_grad():
         ratio = log_ratio[as_bool_mask(mask)].double().exp()
         return {
@@ -148,12 +152,14 @@ def masked_mismatch_metrics(
     masked_high: Shaped[Tensor, "B T"],
     mask: Shaped[Tensor, "B T"],
 ) -> dict[str, Tensor]:
-    """prime-rl's account of a trust region on w = e^`log_weight`: what share of the tokens it takes out on each side,
-    and the mismatch KL (w - 1 - log w, nats) of those it takes out and of those it keeps.
+    """Return prime-rl's metrics of a trust region on w = e^`log_weight`.
+
+    They are the share of tokens that the region takes out on each side, and the mean mismatch KL (w - 1 - log w, nats)
+    of the tokens taken out and of those kept.
 
     Args:
-        masked_low, masked_high: the tokens that are taken out, below and above; in a loss of ours the `clipped` tokens
-            whose ratio at the gate is below and above 1.
+        masked_low, masked_high: the tokens that are taken out, below and above; in moe_rl's losses the `clipped` tokens
+            with a gate ratio below and above 1.
     """
     mask = as_bool_mask(mask)
     masked_low, masked_high = as_bool_mask(masked_low, "masked_low"), as_bool_mask(masked_high, "masked_high")
@@ -170,7 +176,7 @@ def masked_mismatch_metrics(
 
 
 def extreme(values: Float[Tensor, " n"], which: Literal["min", "max"]) -> Float[Tensor, ""]:
-    """The smallest or largest value; NaN where there is none."""
+    """Return the smallest or largest value; NaN if there are no values."""
     return getattr(values, which)() if len(values) else values.new_full((), torch.nan)
 
 
@@ -178,8 +184,9 @@ def extreme(values: Float[Tensor, " n"], which: Literal["min", "max"]) -> Float[
 
 
 def change_metrics(counts: ChangeCounts) -> dict[str, Any]:
-    """Change counts under the three definitions (slot, site, token), by routing site, and as histograms; each changed
-    count with its denominator. The same names for two policies, for two engines and for the noise floor."""
+    """Return change counts by slot, site and token, by routing site and as histograms, with their denominators.
+
+    The names are the same for two policies, for two engines and for the noise floor."""
     found: dict[str, Any] = {}
     for level, (changed, of) in counts.levels().items():
         found |= {f"{level}s_changed": changed, f"{level}s": of}
@@ -195,15 +202,17 @@ def change_metrics(counts: ChangeCounts) -> dict[str, Any]:
 
 @torch.no_grad()
 def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tensor, "n E"]], k: int) -> dict[str, Any]:
-    """How far routers moved, before any expert flips. `old`, `new`: logits of the same n tokens, one per site.
+    """Return how far the routers' logits moved, whether or not an expert changed.
+
+    `old`, `new`: logits of the same n tokens, one tensor per site.
 
     - `router_kl`, `router_js`: KL(old || new) and Jensen-Shannon of the softmax over all experts, nats, mean over
       tokens and sites; `site_router_kl`, `site_router_js`: mean over tokens, by site
     - `margin_p10`, `margin_median`: of s_(k) - s_(k+1) under the new weights over all (token, site) pairs, in
-      router-logit units (nearest rank). A selection bias is not in it.
-    - `shift_over_margin`: median of (largest change of a logit, their mean removed) over half the old margin; a
-      choice for which it is below 1 could not have changed, unless groups of experts are chosen first.
-    Without tokens, and where all experts are taken, margins and shift are left out.
+      router-logit units (nearest rank), without a selection bias.
+    - `shift_over_margin`: median of (largest change of a logit after subtracting the mean change) over half the old
+      margin; a choice with a value below 1 could not have changed, unless groups of experts are chosen first.
+    Without tokens, or if all experts are chosen, margins and shift are left out.
     """
     pairs = list(zip(old, new, strict=True))
     if not pairs:
@@ -223,7 +232,7 @@ def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tens
 
 
 def as_logits(scores: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows E"]:
-    """What a model returns as router logits, as logits: some families (Gemma 4) return their softmax, which shows.
+    """Return a model's `router_logits` as logits: some families (Gemma 4) return a softmax, and get its logarithm.
 
     >>> as_logits(torch.tensor([[0.25, 0.75]])).softmax(-1)
     tensor([[0.2500, 0.7500]])
@@ -239,23 +248,25 @@ def _shift_over_margin(old: Float[Tensor, "n E"], new: Float[Tensor, "n E"], k: 
 
 
 def load_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> dict[str, Any]:
-    """How the new routes spread the tokens of `mask` over experts: means and worst over sites.
+    """Return how evenly the new routes spread the tokens of `mask` over experts, and how many experts are newly used.
 
-    - `balance_metrics` of their load
-    - `active_set_churn`: share of the experts that a sequence uses and did not use before, mean over sequences and
-      sites: the second reading of GSPO's 10 %
+    - `balance_metrics` of the new routes' load
+    - `active_set_churn`: share of a sequence's experts that it did not use under the old routes, mean over sequences
+      and sites: the second reading of GSPO's 10 %
     """
     churn = active_set_churn(old, new, mask)[mask.any(1).to(new.device)].mean()
     return {**balance_metrics(expert_load(new, mask)), "active_set_churn": churn}
 
 
 def balance_metrics(load: Int[Tensor, "L E"]) -> dict[str, Tensor]:
-    """How even a load is: tokens by site and expert, as `moe_rl.routing.expert_load` counts them. Loads of several
-    processes or batches are added first.
+    """Return how even a load is: mean and worst over sites, and each site's violation.
+
+    `load` has tokens by site and expert, as `moe_rl.routing.expert_load` counts them. Add the loads of several
+    processes or batches first.
 
     - `load_cv_mean`, `load_cv_max`: std / mean of the experts' loads (`load_cv`)
     - `load_entropy_mean`, `load_entropy_min`: nats; ln E is even
-    - `site_max_vio`, `site_min_vio`, `site_avg_vio`: MaxVio of each site and its kin (`load_violation`)
+    - `site_max_vio`, `site_min_vio`, `site_avg_vio`: MaxVio and related measures of each site (`load_violation`)
     """
     cv, entropy = load_cv(load), load_entropy(load)
     return {
@@ -268,15 +279,15 @@ def balance_metrics(load: Int[Tensor, "L E"]) -> dict[str, Tensor]:
 
 
 def load_violation(load: Int[Tensor, "L E"] | Float[Tensor, "L E"]) -> dict[str, Float[Tensor, " L"]]:
-    """MaxVio of each routing site and its kin: how far loads are from even, over the even load.
+    """Return MaxVio and related measures of each routing site: how far loads are from even, over the even load.
 
     `max_vio` = (max load - mean load) / mean load (arXiv 2408.15664; prime-rl, verl), `min_vio` = (min - mean) / mean,
     `avg_vio` = mean |load - mean| / mean (verl). 0 is even; NaN at a site without tokens.
 
     Args:
-        load: tokens by site and expert, as `moe_rl.routing.expert_load` counts them. The last token of a
-            response has no route of a rollout engine's: leave it out of the mask, as verl does. Negative counts are
-            padding, where sites differ in their experts.
+        load: tokens by site and expert, as `moe_rl.routing.expert_load` counts them. A rollout engine
+            gives no route for the last token of a response: leave that token out of the mask, as verl does. Negative
+            counts stand for experts that a site does not have, if sites differ in their number.
 
     >>> load_violation(torch.tensor([[0, 0, 8, 0], [2, 2, 2, 2]]))["max_vio"]
     tensor([3., 0.], dtype=torch.float64)
@@ -293,13 +304,14 @@ def load_violation(load: Int[Tensor, "L E"] | Float[Tensor, "L E"]) -> dict[str,
 
 
 def routing_confidence(scores: Float[Tensor, "n E"], ids: Int[Tensor, "n K"]) -> Float[Tensor, ""]:
-    """prime-rl's routing confidence of one site: the share of a token's score mass that its chosen experts have, before
-    gates are renormalised or scaled; mean over tokens, a fraction.
+    """Return prime-rl's routing confidence of one site: the mean share of a token's scores that its experts have.
+
+    The scores are those before gates are renormalised or scaled; the result is a fraction.
 
         mean_t Σ_k s_t[e_k] / Σ_e s_t[e]
 
     Args:
-        scores: not negative: softmax or sigmoid of the router's logits over all experts.
+        scores: not negative; softmax or sigmoid of the router's logits over all experts.
         ids: the chosen experts; a row with -1 (no route) does not count.
 
     >>> routing_confidence(torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0, 2]]))

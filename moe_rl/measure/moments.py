@@ -1,4 +1,4 @@
-"""Variances and covariances of the parts of a log-ratio, over tokens and over sequences; batches add up with `+`."""
+"""Variances and covariances of the parts of a log-ratio, over tokens and over sequences; batches add with `+`."""
 
 from dataclasses import dataclass
 from itertools import combinations
@@ -14,7 +14,7 @@ PARTS = ("weight", "routing", "interaction")
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Count, mean and scatter of P quantities; float64. Pooling is exact (Chan, Golub and LeVeque 1979).
+    """Count, mean and scatter matrix of P quantities; float64. `+` pools exactly (Chan, Golub and LeVeque 1979).
 
     scatter: Σ (x - mean)(x - mean)ᵀ; divided by count - 1 it is the covariance.
 
@@ -30,7 +30,7 @@ class Moments:
 
     @staticmethod
     def of(values: Float[Tensor, "N P"]) -> "Moments":
-        """Of N rows."""
+        """Return the moments of N rows of values."""
         values = values.double()
         if not len(values):
             return Moments(0, values.new_zeros(values.shape[1]), values.new_zeros(values.shape[1], values.shape[1]))
@@ -48,16 +48,16 @@ class Moments:
 
     @property
     def covariance(self) -> Float[Tensor, "P P"]:
-        """Unbiased; NaN with fewer than two rows."""
+        """The unbiased covariance matrix; NaN with fewer than two rows."""
         return self.scatter / (self.count - 1) if self.count > 1 else torch.full_like(self.scatter, float("nan"))
 
 
 @dataclass(frozen=True, eq=False)
 class Variance:
-    """How the variance of a sum is made of its three parts at one level.
+    """The variance of a log-ratio split into its three parts, at one level (token or sequence).
 
-    Σ variance + 2 Σ covariance = total, exactly. `share` is Cov(part, log r) / Var(log r): it gives each part half of
-    the covariances that it has, sums to 1, and may be negative (a part that works against the others).
+    Σ variance + 2 Σ covariance = total, exactly. `share` is Cov(part, log r) / Var(log r): each part gets half of its
+    covariances. Shares sum to 1; one is negative if its part works against the others.
     """
 
     moments: Moments
@@ -68,20 +68,21 @@ class Variance:
         return float(self.moments.covariance.sum())
 
     def var(self, part: str) -> float:
-        """Variance of one part."""
+        """Return the variance of one part."""
         return self.cov(part, part)
 
     def cov(self, a: str, b: str) -> float:
-        """Covariance of two parts; it enters the total twice."""
+        """Return the covariance of two parts, which enters the total twice."""
         return float(self.moments.covariance[PARTS.index(a), PARTS.index(b)])
 
     def share(self, part: str) -> float:
-        """Cov(part, log r) / Var(log r), a fraction; NaN where nothing varies. The interaction's share given half to
-        each of the other two makes theirs the shares of the Shapley split."""
+        """Return Cov(part, log r) / Var(log r), a fraction; NaN if log r does not vary.
+
+        Adding half of the interaction's share to each of the other two gives the shares of the Shapley split."""
         return quotient(float(self.moments.covariance[PARTS.index(part)].sum()), self.total)
 
     def rows(self) -> dict[str, float]:
-        """variance, var_*, cov_* (each counted twice in the total) and share_*, to log or to tabulate."""
+        """Return the numbers by name: variance, var_*, cov_* (each counts twice in the total) and share_*."""
         return {
             "variance": self.total,
             **{f"var_{part}": self.var(part) for part in PARTS},
@@ -92,9 +93,9 @@ class Variance:
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """The parts at token and at sequence level, and what averaging over a sequence does to each.
+    """Moments of the parts at token and at sequence level, and the effect of averaging over a sequence on each part.
 
-    inverse_lengths: Σ 1/n over the measured sequences, n their numbers of measured tokens.
+    inverse_lengths: Σ 1/n over the measured sequences, with n a sequence's number of measured tokens.
     """
 
     tokens: Moments
@@ -103,7 +104,9 @@ class Shares:
 
     @staticmethod
     def of(parts: Float[Tensor, "B T P"], mask: Bool[Tensor, "B T"]) -> "Shares":
-        """parts: any P of them, the three of a log-ratio in the order of PARTS; mask: the measured tokens."""
+        """Return the moments of parts over tokens and over sequence means.
+
+        parts: any P of them, the three of a log-ratio in the order of PARTS; mask: the measured tokens."""
         lengths = mask.sum(1)
         measured = lengths > 0
         means = torch.where(mask[..., None], parts, 0.0).sum(1)[measured] / lengths[measured, None]
@@ -115,36 +118,37 @@ class Shares:
 
     @property
     def token(self) -> Variance:
-        """Level of GRPO's ratios."""
+        """The variance over tokens, the level of GRPO's ratios."""
         return Variance(self.tokens)
 
     @property
     def sequence(self) -> Variance:
-        """Level of GSPO's ratios: length-normalised means (arXiv 2507.18071, eq. 7)."""
+        """The variance over sequence means, the level of GSPO's ratios (arXiv 2507.18071, eq. 7)."""
         return Variance(self.sequences)
 
     @property
     def harmonic_length(self) -> float:
-        """Harmonic mean length: by this factor averaging lowers the variance of independent tokens, E[1/n] = 1/it."""
+        """Harmonic mean length of the sequences, 1 / E[1/n]: averaging divides independent tokens' variance by it."""
         return quotient(self.sequences.count, self.inverse_lengths)
 
     def averaging(self, part: str) -> float:
-        """Var over tokens / Var over sequence means: what averaging divides the part's variance by."""
+        """Return Var over tokens / Var over sequence means, by which averaging divides the part's variance."""
         return quotient(self.token.var(part), self.sequence.var(part))
 
     def design_effect(self, part: str) -> float:
-        """Var over sequence means * harmonic length / Var over tokens: 1 where the tokens of a sequence are
-        independent, so that the mean over |y| tokens removes exactly 1/|y|; above 1 they move together and averaging
-        removes less (Kish's design effect); below 1 they cancel.
+        """Return Kish's design effect of a part, Var over sequence means * harmonic length / Var over tokens.
 
-        Does GSPO lower routing noise or only average it? A sequence ratio divides Var(routing) by
-        harmonic_length / design_effect and leaves the token variance what it is; whether *training* with it lowers
-        that is seen by comparing `token.var("routing")` between arms.
+        The value is 1 if the tokens of a sequence are independent, so that a mean over |y| tokens divides the variance
+        by |y|; above 1 if tokens move together, so that averaging removes less; below 1 if they cancel.
+
+        A sequence ratio divides Var(routing) by harmonic_length / design_effect and leaves the token variance
+        unchanged. Whether *training* with GSPO also lowers routing noise, and does not only average it, is seen by
+        comparing `token.var("routing")` between arms.
         """
         return quotient(self.harmonic_length, self.averaging(part))
 
     def rows(self) -> dict[str, float | int]:
-        """All numbers under their names, to log."""
+        """Return all numbers under the names with which they are logged."""
         return {
             "tokens": self.tokens.count,
             "sequences": self.sequences.count,
@@ -158,9 +162,10 @@ class Shares:
 
 @dataclass(frozen=True, eq=False)
 class SiteShares:
-    """Moments of what each routing site does alone, of what it does last, and of the whole replay effect.
+    """Moments of each routing site's effect alone, of its effect last, and of the whole replay effect.
 
-    moments: over (alone of sites 0..L-1, last of sites 0..L-1, whole); see `Decomposition.site_alone`.
+    tokens, sequences: moments of (alone of sites 0..L-1, last of sites 0..L-1, whole), over tokens and over sequence
+    means; see `Decomposition.site_alone` and `site_last`.
     """
 
     sites: tuple[str, ...]
@@ -182,11 +187,12 @@ class SiteShares:
         return SiteShares(self.sites, self.tokens + other.tokens, self.sequences + other.sequences)
 
     def rows(self) -> dict[str, list[float]]:
-        """Per site: variance alone and last, by token and by sequence (nats²), and the share of the whole, Cov(site,
-        whole) / Var(whole), of both kinds by token; it sums to 1 over the sites only where sites add up."""
+        """Return lists by site: variances of both effects, over tokens and over sequences (nats²), and token shares.
+
+        A share is Cov(site, whole) / Var(whole); shares sum to 1 over the sites only if the sites' effects add up."""
         number = len(self.sites)
         token, sequence = self.tokens.covariance, self.sequences.covariance
-        share = token[:-1, -1] / token[-1, -1]  # where nothing varies, 0 over 0, which is NaN
+        share = token[:-1, -1] / token[-1, -1]  # NaN (0 / 0) if nothing varies
         found = {"token_var": token.diagonal()[:-1], "sequence_var": sequence.diagonal()[:-1], "token_share": share}
         return {
             f"{name}_{kind}": values.view(2, number)[row].tolist()

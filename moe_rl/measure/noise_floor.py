@@ -1,15 +1,15 @@
-"""The same-weights noise floor: what changes when nothing changes but arithmetic.
+"""Noise floor: changes of routes and log-probabilities between scorings of equal weights, by arithmetic alone.
 
-A model is scored again with equal weights on equal tokens under a few variants:
+A text is scored again with equal weights under a few variants:
 
 - "repeat"   the same forward once more
 - "batch"    the same sequences in pieces (other batch shapes, equal padding)
-- "experts"  another experts implementation of transformers (eager against grouped_mm); left out where there is none
-- "bf16"     a copy of the weights rounded to bfloat16, computing in it
+- "experts"  another experts implementation of transformers (eager against grouped_mm); left out if there is none
+- "bf16"     a copy of the weights rounded to bfloat16, which computes in bfloat16
 
-A change rate or a log-ratio below the floor of a model's own arithmetic ("repeat", "batch", "experts") says nothing of
-its updates. "bf16" is what a rollout engine of that precision would add. In fp32 on a CPU the first three are 0 or next
-to it: log-probabilities agree to some 1e-6 nats and no expert changes, save at ties closer than that.
+A change rate or a log-ratio below the floor of a model's own arithmetic ("repeat", "batch", "experts") says nothing
+about its updates. "bf16" is the gap that a rollout engine of that precision would add. In fp32 on a CPU the first three
+are 0 or close to 0: log-probabilities agree to some 1e-6 nats and no expert changes, except at ties closer than that.
 """
 
 import copy
@@ -31,11 +31,11 @@ from moe_rl.routing import RoutedExperts, UnsupportedModelError, change_counts, 
 
 PIECES = 4
 OTHER_EXPERTS = {"grouped_mm": "eager", "eager": "grouped_mm", "batched_mm": "eager"}
-"""What an experts implementation is compared with; all others are compared with eager."""
+"""The experts implementation that each one is compared with; all that are not listed are compared with eager."""
 
 
 class Variant(NamedTuple):
-    """One scoring with equal weights: its kind, in words the two sides that are compared, and what came out."""
+    """One scoring with equal weights: its kind, the two compared sides in words, and its result."""
 
     name: str
     detail: str
@@ -43,13 +43,13 @@ class Variant(NamedTuple):
 
 
 class NoiseFloor:
-    """Scores texts in every variant that this model and machine can run.
+    """Scorer of texts in every variant that the model and the machine can run.
 
     Args:
-        bf16: also the rounded copy, which is made once and kept until `close`. A sharded model cannot be copied.
+        bf16: also score with a rounded copy, made once and kept until `close`. A sharded model cannot be copied.
 
     Attributes:
-        left_out: variant -> why it cannot be run here.
+        left_out: the reason why a variant cannot be run, by variant.
     """
 
     def __init__(self, bf16: bool = True):
@@ -59,7 +59,7 @@ class NoiseFloor:
 
     @torch.no_grad()
     def variants(self, model: nn.Module, text: TokenBatch) -> Iterator[Variant]:
-        """To be compared with `score_live(model, text)`."""
+        """Yield the scoring of each variant, to be compared with `score_live(model, text)`."""
         yield Variant("repeat", "same forward", score_live(model, text))
         size = len(text.input_ids)
         if size > 1:
@@ -79,12 +79,13 @@ class NoiseFloor:
             yield Variant("bf16", f"{str(dtype).removeprefix('torch.')} and bfloat16", scored)
 
     def close(self) -> None:
-        """Let go of the bf16 copy: its memory is wanted elsewhere."""
+        """Release the bf16 copy and its memory."""
         self._rounded = None
 
     def _attempt(self, variant: str, score: Callable[[], Scored]) -> Scored | None:
-        """None, now and later, where kernels or memory do not allow it: part of a floor is better than none.
-        grouped_mm wants strides of 16 bytes, for one."""
+        """Return the scoring of a variant, or None (also in later calls) if kernels or memory do not allow it.
+
+        The other variants are still measured. For example, grouped_mm needs strides of 16 bytes."""
         if variant in self.left_out:
             return None
         try:
@@ -104,8 +105,10 @@ class NoiseFloor:
 
 
 def floor_metrics(mask: Bool[Tensor, "B T"], base: Scored, other: Scored) -> dict[str, Any]:
-    """Changes and log-probability gaps of two scorings of one text on the tokens of `mask`, under the names of the
-    change rates that they stand beside: by site, as histograms and by position too."""
+    """Return the changes of routes and log-probability gaps between two scorings of one text on the tokens of `mask`.
+
+    The names are those of the change metrics of updates. Changes are also given by site, as histograms and by
+    position."""
     return {
         **change_metrics(change_counts(base.routes, other.routes, mask, pair="engines")),
         **position_metrics(base.routes, other.routes, mask),
@@ -114,23 +117,24 @@ def floor_metrics(mask: Bool[Tensor, "B T"], base: Scored, other: Scored) -> dic
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says."""
+    """Return the first line of an error's message, or its type if there is no message."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 class OtherExpertsError(RuntimeError):
-    """A model that has no experts implementation of a name; the message says which."""
+    """Error for a model without an experts implementation of a given name; the message names both."""
 
 
 def experts_implementation(model: nn.Module) -> str | None:
-    """The name under which transformers computes a model's experts."""
+    """Return the name of the experts implementation of transformers that a model uses; None if it has none."""
     return getattr(getattr(hf_model(model), "config", None), "_experts_implementation", None)
 
 
 @contextmanager
 def experts_computed_by(model: nn.Module, name: str) -> Iterator[None]:
-    """Inside, the experts are computed by another implementation of transformers. Raises OtherExpertsError before,
-    where the model has none of that name."""
+    """Context manager: the experts are computed by the implementation `name` of transformers.
+
+    Raises OtherExpertsError on entry if the model has no implementation of that name."""
     inner: Any = hf_model(model)
     own = experts_implementation(model)
     try:
@@ -144,8 +148,9 @@ def experts_computed_by(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def rounded_copy(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """A copy of the weights in the same modules, in another dtype: cast as they are copied, never held twice, to what
-    `from_pretrained(dtype=...)` makes them (`dtypes_as_loaded`)."""
+    """Return a copy of the model in eval mode, with the dtypes that `from_pretrained(dtype=...)` gives.
+
+    Weights are cast while they are copied, so that no second copy is held (`dtypes_as_loaded`)."""
     memo: dict[int, Any] = {}
     for tensor, wanted in dtypes_as_loaded(model, dtype):
         cast = tensor.detach().to(wanted, copy=True)
@@ -154,7 +159,7 @@ def rounded_copy(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Mo
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that is free on a device now; None where that is unknown."""
+    """Return the bytes of memory that are free on a device now; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -165,9 +170,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def position_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> dict[str, Any]:
-    """Sites changed by the position of the token in its response: `position_sites_changed` over `position_sites`, lists
-    from position 0 (the first token of `mask` in its row) to the last that any row has. Positions within that are no
-    tokens of `mask`, such as a tool's text, count, and have no sites there.
+    """Return how many sites changed at each position of a response: `position_sites_changed` and `position_sites`.
+
+    Both are lists, from position 0 (the first token of `mask` in its row) to the last position of any row. Tokens
+    between that are not in `mask`, such as a tool's text, take up positions but add no sites.
 
     >>> old, new = (RoutedExperts(torch.tensor(ids).view(1, 3, 1, 1), ("gate",), 4) for ids in ([0, 1, 2], [3, 1, 0]))
     >>> {name: x.tolist() for name, x in position_metrics(old, new, torch.tensor([[False, True, True]])).items()}

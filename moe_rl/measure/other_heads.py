@@ -1,5 +1,7 @@
-"""What a model does to the output of its head, found by trying it out, and whether anything around it does more; and
-log-probabilities the plain way, from whole logits, for models whose head cannot be stood in for."""
+"""Tests of how a model maps its head's output to logits, and log-probabilities from whole logits.
+
+The tests find the map by running the model's own code on known numbers, and look for wrappers and hooks that change the
+logits further. Whole logits serve the models in which no stand-in is possible for the head."""
 
 import functools
 import inspect
@@ -18,7 +20,7 @@ from moe_rl.measure.head import LogitMap
 
 logger = logging.getLogger(__name__)
 PASSING_ON = ("torch.", "deepspeed.")
-"""Where wrappers come from (DDP, FSDP, engines) that hand out what the model in them gives."""
+"""Packages of wrappers (DDP, FSDP, engines) that return the wrapped model's output unchanged."""
 ROUTING_HOOKS = "moe_rl.routing.hooks"
 _KNOWN_HOOKS = (ROUTING_HOOKS, "torch.distributed.", "torch.nn.parallel.", "deepspeed.", "transformers.")
 
@@ -32,7 +34,9 @@ def whole_logits_logps(
     temperature: float,
     entropy: bool,
 ) -> tuple[Any, Tensor, Tensor | None]:
-    """From the model's logits, of those columns that predict something; `predicting`: flat positions in `[B*T]`."""
+    """Return outputs, log-probabilities and entropies, computed from the model's logits of all predicting columns.
+
+    `predicting`: flat positions in `[B*T]` of the hidden states that predict `targets`."""
     T = inputs["input_ids"].shape[1]
     row, column = predicting // T, predicting % T
     columns = torch.arange(T, device=predicting.device)
@@ -48,22 +52,23 @@ def whole_logits_logps(
 
 @functools.cache
 def warn_once(message: str) -> None:
+    """Log a warning, but each message only once in a process."""
     logger.warning(message)
 
 
 def backbone_of(lm: PreTrainedModel) -> nn.Module:
-    """The part of a causal LM that makes the hidden states; `lm` itself where none is found."""
+    """Return the part of a causal LM that computes the hidden states; `lm` itself if no such part is found."""
     inner: nn.Module = lm.base_model
-    if inner is lm:  # Llama4ForCausalLM names another attribute than it has
+    if inner is lm:  # the attribute that Llama4ForCausalLM names does not exist
         inner = next((module for module in lm._modules.values() if isinstance(module, PreTrainedModel)), lm)
     return inner
 
 
 def hindrance(model: nn.Module, lm: PreTrainedModel) -> str | None:
-    """Why nothing can stand in for the head of a causal LM, whatever its own class does: something else may change the
-    logits on their way to the caller. None where nothing does.
+    """Return why no stand-in is possible for the head of a causal LM, apart from what its own class does; else None.
 
-    Hooks that are put before a module are no hindrance: they run as ever.
+    The reason is something else that may change the logits on their way to the caller. Forward pre-hooks are no
+    hindrance: they run as in any call.
     """
     head = lm.get_output_embeddings()
     if getattr(type(head), "forward", None) is not nn.Linear.forward or "forward" in vars(head):
@@ -88,15 +93,16 @@ def hindrance(model: nn.Module, lm: PreTrainedModel) -> str | None:
 
 
 def _function(of: Any) -> Any:
-    """The function in partial objects and bound methods."""
+    """Return the function inside partial objects and bound methods."""
     while isinstance(of, functools.partial):
         of = of.func
     return getattr(of, "__func__", of)
 
 
 def _forward_is_known(module: nn.Module) -> bool:
-    """Whether a module's `forward` is its class's, or what accelerate puts around that to move tensors between devices
-    or to return fp32."""
+    """Return whether a module's `forward` is that of its class, or accelerate's wrapper around that one.
+
+    accelerate wraps it to move tensors between devices or to return fp32."""
     hook = vars(module).get("_hf_hook")
     kinds = [type(each).__module__ for each in (hook, *getattr(hook, "hooks", ())) if each is not None]
     functions = [_function(vars(module).get(name)) for name in ("forward", "_original_forward", "_old_forward")]
@@ -105,8 +111,10 @@ def _forward_is_known(module: nn.Module) -> bool:
 
 
 def _passes_on(wrapper: nn.Module, lm: PreTrainedModel) -> bool:
-    """Whether a module around a causal LM hands out its logits as they are: it is called once while the LM answers
-    known numbers. No layer and no hook of the LM runs, so that no recording is disturbed."""
+    """Return whether a wrapper around a causal LM returns the LM's logits unchanged.
+
+    The wrapper is called once while the LM returns known numbers. No layer and no hook of the LM runs, so that no
+    recording is disturbed."""
     V = lm.get_output_embeddings().weight.shape[0]
     known = torch.linspace(-50, 50, 2 * V, device="cpu").view(1, 2, V)
     ids = torch.zeros(1, 2, dtype=torch.long, device="cpu")
@@ -115,14 +123,14 @@ def _passes_on(wrapper: nn.Module, lm: PreTrainedModel) -> bool:
         with torch.no_grad(), _answering(lm, CausalLMOutput(logits=known.clone())):
             logits = wrapper(**inputs).logits
         return bool(torch.equal(logits.to(known), known))
-    except Exception as error:  # a forward of another build: not an error, the caller takes the plain way
+    except Exception as error:  # an unusual forward is no error: the caller uses whole logits
         logger.debug("%s: whether it passes logits on could not be tried out: %r", type(wrapper).__name__, error)
         return False
 
 
 @contextmanager
 def _answering(lm: PreTrainedModel, output: CausalLMOutput) -> Iterator[None]:
-    """Called by this thread, as a module or by its `forward`, the model gives this output and does nothing else."""
+    """Context manager: called by this thread, as a module or by its `forward`, the model only returns `output`."""
     caller, own = threading.get_ident(), dict(vars(lm))
     real: dict[str, Callable[..., Any]] = {
         "_call_impl": functools.partial(nn.Module._call_impl, lm),
@@ -144,19 +152,18 @@ def _answering(lm: PreTrainedModel, output: CausalLMOutput) -> Iterator[None]:
 
 
 def logit_map_of(lm: PreTrainedModel) -> LogitMap | None:
-    """Find what a model does to its head's output by trying it out; None if not a scale nor a soft cap.
+    """Return a model's map from head output to logits, found by a test; None if it is more than a scale and a soft cap.
 
-    Runs the model's own `forward` on a copy of its outermost object, in which the backbone answers zeros and
-    the head answers known numbers. No weight, layer or hook takes part: no recording is disturbed, sharded
-    and quantised models are no different, and it costs a few operations on two rows of logits.
+    Runs the model's own `forward` on a copy of its outermost object, in which the backbone returns zeros and
+    the head returns known numbers. No weight, layer or hook takes part: no recording is disturbed, sharded
+    and quantised models need nothing special, and the cost is a few operations on two rows of logits.
     """
     head, backbone = lm.get_output_embeddings(), backbone_of(lm)
     if not any(module is backbone for module in lm._modules.values()):
         logger.debug("%s: its backbone was not found, so that nothing can stand in for it", type(lm).__name__)
         return None
     V, H = head.weight.shape
-    # In float64, small numbers show the scale, large ones the cap, and a grid proves that there is no more to
-    # it.
+    # In float64: small numbers show the scale, large ones the cap, and a grid proves that nothing else is done.
     grid = torch.linspace(-50, 50, 2 * V, dtype=torch.float64, device="cpu").view(1, 2, V)
     probes = [torch.full_like(grid, 2.0**-30), torch.full_like(grid, 2.0**60), grid]
     answers = iter(probes)
@@ -177,7 +184,7 @@ def logit_map_of(lm: PreTrainedModel) -> LogitMap | None:
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             small, large, values = (type(lm).forward(copy, **inputs).logits.double() for _ in probes)
-    except Exception as error:  # a forward of another build: not an error, the caller takes the plain way
+    except Exception as error:  # an unusual forward is no error: the caller uses whole logits
         logger.debug("%s: the treatment of logits could not be tried out: %r", type(lm).__name__, error)
         return None
     if shapes != [(1, 2, H)] * len(probes) or values.shape != grid.shape:
@@ -189,14 +196,14 @@ def logit_map_of(lm: PreTrainedModel) -> LogitMap | None:
 
 
 class _Output(MoeModelOutputWithPast):
-    """Whatever else a model takes from its backbone's output, such as an image's features, is None."""
+    """A backbone output with only hidden states; any other attribute, such as an image's features, is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class _Backbone:
-    """Answers a causal LM's call of its backbone with zeros; has the attributes of the real one."""
+    """A stand-in for the backbone of a causal LM: returns zeros as hidden states, has the real one's attributes."""
 
     def __init__(self, real: nn.Module, hidden_size: int):
         self.real, self.hidden_size = real, hidden_size

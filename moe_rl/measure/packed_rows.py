@@ -1,4 +1,4 @@
-"""Whether a model keeps sequences apart that stand one behind the other in a row, by their positions alone."""
+"""Test of whether a model keeps several sequences in one row apart, given their positions alone."""
 
 import inspect
 import weakref
@@ -18,13 +18,15 @@ from moe_rl.routing.probing import quiet
 
 ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
 ROWS, LENGTHS = 3, (7, 5)
-"""Rows that a model is tried out with, and the tokens of the two sequences in each."""
+"""Number of rows in the test, and numbers of tokens of the two sequences in each row."""
 
 _APART: "weakref.WeakKeyDictionary[PreTrainedModel, set[tuple[str, bool]]]" = weakref.WeakKeyDictionary()
 
 
 def refuse_leak(model: nn.Module, lm: PreTrainedModel, evaluating: AbstractContextManager[None], single: bool) -> None:
-    """ValueError unless a model keeps the sequences of a row apart, which is tried out once (`leak`), `evaluating`."""
+    """Raise ValueError unless a model keeps the sequences of a row apart.
+
+    `leak` tests it, once per model and attention, inside the context `evaluating`."""
     passed, key = _APART.setdefault(lm, set()), (str(lm.config.get_text_config()._attn_implementation), single)
     if key in passed:
         return
@@ -40,15 +42,16 @@ def refuse_leak(model: nn.Module, lm: PreTrainedModel, evaluating: AbstractConte
 
 @torch.no_grad()
 def leak(model: nn.Module, lm: PreTrainedModel, single: bool) -> str | None:
-    """Why rows of several sequences are not what the sequences are in rows of their own; None: they are, on a few
-    tokens. Contexts that are open on the model are not told.
+    """Return why sequences in one row are not scored as in rows of their own; None if they are, on a few tokens.
 
-    In one row of several at least, log-probabilities must be the same up to three times what one rounding of the
-    embeddings changes and 1e-6 nats: where rounding flips a route, it does so in some rows, and a leak is in all.
-    Refused by name, as little of it may be seen in 16 bits: layers that are no attention.
+    Contexts that are open on the model do not see the calls of this test.
+
+    In at least one row, log-probabilities must be the same up to three times the effect of one rounding of the
+    embeddings plus 1e-6 nats: rounding flips a route in some rows only, while a leak is in all. Layers other than
+    attention are refused by their type, because in 16 bits their leak may be too small to be seen.
 
     Args:
-        single: try rows one by one. Flash attention looks for packed sequences only in a batch of one row.
+        single: test rows one by one. Flash attention looks for packed sequences only in a batch of one row.
     """
     if "position_ids" not in inspect.signature(type(lm).forward).parameters:
         return "it takes no position_ids"
@@ -56,7 +59,7 @@ def leak(model: nn.Module, lm: PreTrainedModel, single: bool) -> str | None:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {*ATTENDING, "indexed_attention"})
     if others:
         return f"layers of type {', '.join(others)} carry more than attention along a row"
-    while isinstance(model, DistributedDataParallel):  # it waits for other processes, which may have no such rows
+    while isinstance(model, DistributedDataParallel):  # DDP waits for other processes, which may not run this test
         model = model.module
     device = device_of(lm)
     ids = drawn(config.vocab_size, (ROWS, sum(LENGTHS))).to(device)
@@ -69,7 +72,7 @@ def leak(model: nn.Module, lm: PreTrainedModel, single: bool) -> str | None:
         logits = [model(input_ids=i, position_ids=p, **inputs).logits for i, p in parts]
         return torch.cat(logits).cpu().double().log_softmax(-1)
 
-    with _unheard(model):
+    with _hidden_from_contexts(model):
         parts = zip(ids.split(LENGTHS, 1), positions.split(LENGTHS, 1), strict=True)
         apart = torch.cat([logps(*part) for part in parts], 1)
         try:
@@ -87,13 +90,13 @@ def leak(model: nn.Module, lm: PreTrainedModel, single: bool) -> str | None:
 
 
 def _farthest(a: Tensor, b: Tensor) -> Tensor:
-    """The largest difference in each row; two of -inf are the same."""
+    """Return the largest absolute difference in each row; -inf equals -inf."""
     return torch.where(a == b, 0, a - b).abs().amax((1, 2))
 
 
 @contextmanager
-def _unheard(model: nn.Module) -> Iterator[None]:
-    """Contexts that are open on a model, or on a part of it, are not told of its calls."""
+def _hidden_from_contexts(model: nn.Module) -> Iterator[None]:
+    """Context manager: contexts that are open on a model, or on a part of it, do not see its calls."""
     with ExitStack() as stack:
         for tap in taps_within(model):
             tap.refuse_other_thread()
@@ -102,16 +105,16 @@ def _unheard(model: nn.Module) -> Iterator[None]:
 
 
 def drawn(high: int, shape: Sequence[int]) -> Tensor:
-    """The same random integers at every call, on the CPU."""
+    """Return random integers below `high` on the CPU, the same at every call."""
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(0), device="cpu")
 
 
 @contextmanager
 def nudged(lm: PreTrainedModel) -> Iterator[None]:
-    """Embeddings up or down by one rounding of the dtype that they are computed in."""
+    """Context manager: embeddings are changed up or down by one rounding of the dtype in which they are computed."""
 
     def nudge(module: nn.Module, args: Any, states: Tensor) -> Tensor:
-        dtype = compute_dtype(states, states.device)  # autocast's, where it is on
+        dtype = compute_dtype(states, states.device)  # under autocast, autocast's dtype
         signs = drawn(2, states.shape).to(states) * 2 - 1
         return states * (1 + torch.finfo(dtype).eps * signs)
 

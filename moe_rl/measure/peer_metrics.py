@@ -1,10 +1,10 @@
 # ruff: noqa: E501  (a table: one metric, one line)
-"""What other trainers say of two engines, under the names that their users know, each by the other's formula.
+"""Other trainers' metrics of the gap between two engines, under those trainers' names and by their formulas.
 
 mu is the engine that sampled, pi the training engine's policy before the update; d = log pi - log mu of a token, w = e^d.
-All functions are detached, float64 inside, NaN without tokens. Of these trainers' metrics those of
-routing (`load_violation`, `routing_confidence`) are in `moe_rl.measure.metrics`. What they have and `ratio_metrics`,
-`gap_metrics` or `moe_rl.objectives.loss_metrics` already say under another name:
+All functions return detached values, compute in float64, and return NaN without tokens. These trainers' metrics of
+routing (`load_violation`, `routing_confidence`) are in `moe_rl.measure.metrics`. Some of their metrics are those of
+`ratio_metrics`, `gap_metrics` or `moe_rl.objectives.loss_metrics` under another name, and are not repeated here:
 
     NeMo-RL gen_kl_error, verl rollout_corr/k3_kl, prime-rl mismatch_kl     k3 of the engine rows
     verl rollout_corr/kl                                                    k1
@@ -34,8 +34,10 @@ OF_RATIOS = ("gap_mean", "gap_p99", "gap_max", "k3", "chi2_token", "chi2_sequenc
 def engine_metrics(
     logps: Float[Tensor, "B T"], rollout_logps: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
 ) -> dict[str, Tensor]:
-    """All that is said of two engines' scores of the same tokens: how many (`measured`), `gap_metrics` with chi2 and
-    effective sample size, and the peers' `mismatch_metrics`, `importance_weight_metrics` and `ratio_range_metrics` of w.
+    """Return all metrics of two engines' scores of the same tokens.
+
+    They are the number of tokens (`measured`), `gap_metrics` with chi2 and effective sample size, `mismatch_metrics`,
+    and `importance_weight_metrics` and `ratio_range_metrics` of w.
     """
     mask = as_bool_mask(mask)
     d = token_log_ratio(logps, rollout_logps, mask).detach()
@@ -56,12 +58,11 @@ def gap_metrics(
     *,
     names: tuple[str, ...] = ("gap_mean", "gap_p99", "gap_max", "k3"),
 ) -> dict[str, Tensor]:
-    """How far two scorings of the same tokens are apart: d = logps - other (nats), r = exp(d).
+    """Return how far two scorings of the same tokens are apart: metrics of d = logps - other (nats) and r = exp(d).
 
-    `names`: of `ratio_metrics`; where `other` is mu, the engine that sampled, k3
-    estimates KL(mu || pi). `extreme_fraction`: F(2) of R3 (arXiv 2510.11370), the share of tokens with max(r, 1/r) > 2.
+    `names`: which of `ratio_metrics`; if `other` is mu, the engine that sampled, k3 estimates KL(mu || pi). `extreme_fraction`: F(2) of R3 (arXiv 2510.11370), the share of tokens with max(r, 1/r) > 2.
     `var_token`, `var_sequence`: variance of d over tokens, and of its mean over each sequence (log s of arXiv
-    2507.18071, eq. 7) over sequences; their quotient would be the mean length if tokens were independent.
+    2507.18071, eq. 7) over sequences; the quotient of the two would be the mean length if tokens were independent.
     """
     mask = as_bool_mask(mask)
     d = token_log_ratio(logps, other, mask)
@@ -77,19 +78,19 @@ def gap_metrics(
 def mismatch_metrics(
     logps: Float[Tensor, "B T"], rollout_logps: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
 ) -> dict[str, Tensor]:
-    """How far the training engine's scores (`logps`) are from the sampler's, by NeMo-RL's and verl's names.
+    """Return how far the training engine's scores (`logps`) are from the sampler's, by NeMo-RL's and verl's metrics.
 
-    - NeMo-RL: `token_mult_prob_error` = mean e^|d| (suspicious above 1.05); `seq_mult_prob_error_{min,mean,max}`, of its
-      means over each sequence; `policy_kl_error` = mean(1/w - 1 + d); `js_divergence_error`, with m = (pi + mu)/2 the mean
+    - NeMo-RL: `token_mult_prob_error` = mean e^|d| (suspicious above 1.05); `seq_mult_prob_error_{min,mean,max}`, of the
+      means of e^|d| over each sequence; `policy_kl_error` = mean(1/w - 1 + d); `js_divergence_error`, with m = (pi + mu)/2 the mean
       of (pi/m - 1 - log(pi/m))/2 + (mu/m - 1 - log(mu/m))/2; `sampling_importance_ratio` = mean w
     - verl: `rollout_probs_diff_{mean,max,std}` of |pi - mu| (std with divisor n-1), `rollout_actor_probs_pearson_corr`
       of pi and mu; over sequences of their mean log-probabilities: `log_ppl_diff` = mean(log mu - log pi),
       `log_ppl_abs_diff`, `ppl_ratio` = mean e^(log mu - log pi), `training_ppl`, `rollout_ppl`; `chi2_seq` = mean
-      e^(2 Σ_t d) - 1, Σ d within 20 nats: of whole sequences, where `chi2_sequence` has the mean in place of the sum
+      e^(2 Σ_t d) - 1, Σ d bounded to ±20 nats: a sum over the sequence, where `chi2_sequence` takes the mean
 
     Args:
-        logps: training engine, nats.
-        rollout_logps: the engine that sampled, nats.
+        logps: log-probabilities by the training engine, nats.
+        rollout_logps: log-probabilities by the engine that sampled, nats.
         mask: True (or 1) on response tokens.
     """
     mask = as_bool_mask(mask)
@@ -105,7 +106,7 @@ def mismatch_metrics(
         log_ppl_diff = means[1] - means[0]
         shift = (p - q).abs()
         total = d.sum(1)[rows].clamp(-_VERL_BOUND, _VERL_BOUND)
-        nan = shift.new_full((), torch.nan)  # of a single token
+        nan = shift.new_full((), torch.nan)  # for a single token
         return {
             "token_mult_prob_error": tokens.abs().exp().mean(),
             "seq_mult_prob_error_min": extreme(per_sequence, "min"),
@@ -130,13 +131,14 @@ def mismatch_metrics(
 def importance_weight_metrics(
     log_weight: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], *, low: float = 0.5, high: float = 2.0
 ) -> dict[str, Tensor]:
-    """verl's account of token-level weights w = e^`log_weight` that are truncated at `high` (its rollout_is "token").
+    """Return verl's metrics of token-level weights w = e^`log_weight`, truncated at `high` (verl's rollout_is "token").
 
     `rollout_is_{mean,min,max}` of min(w, high); `rollout_is_oob_ratio`: tokens with w outside [low, high];
     `rollout_is_eff_sample_size` = 1 / mean((v / mean v)²) with v = min(w, high): a fraction of the tokens;
     `rollout_is_seq_max_deviation`: the largest |mean over a sequence of min(w, high) - 1|. w is bounded at e^±20 first.
-    As verl 0.10.0.dev has them (verl/trainer/ppo/rollout_corr_helper.py, `compute_is_metrics`), but for `oob_ratio`,
-    which it has of IcePop's bounds alone; older ones bounded v below, too, so that it could not get small.
+    The formulas are those of verl 0.10.0.dev (verl/trainer/ppo/rollout_corr_helper.py, `compute_is_metrics`), but for
+    `oob_ratio`, which verl has for IcePop's bounds alone. Older versions bounded v from below, too, so that the effective
+    sample size could not get small.
 
     >>> log_weight = torch.tensor([[3.0, 1.0], [1.0, 0.25]]).log()
     >>> found = importance_weight_metrics(log_weight, torch.ones(2, 2, dtype=torch.bool))
@@ -189,7 +191,7 @@ OF_ENGINES: tuple[Metric, ...] = (
     M("probs_ratio_max", "1", "largest ratio of a token", "", _NEMO),
     M("outside_fraction", "fraction", "tokens with a ratio outside [0.9, 1.1]", "such tokens / tokens", "verl issue 6280"),
 )  # fmt: skip
-"""What `mismatch_metrics`, `importance_weight_metrics` and `ratio_range_metrics` return, as the catalogue takes it."""
+"""Catalogue entries of `mismatch_metrics`, `importance_weight_metrics` and `ratio_range_metrics`."""
 
 OF_TRUST_REGIONS: tuple[Metric, ...] = (
     M("is_masked", "fraction", "tokens that the clip takes out; w = pi / mu with pi the policy in training", "such tokens / tokens", _PRIME),
@@ -198,4 +200,4 @@ OF_TRUST_REGIONS: tuple[Metric, ...] = (
     M("masked_mismatch_kl", "nats/token", "w - 1 - log w, mean over the tokens taken out; null if none is", "Σ / such tokens", _PRIME),
     M("unmasked_mismatch_kl", "nats/token", "the same over the tokens kept", "Σ / such tokens", _PRIME),
 )  # fmt: skip
-"""What `masked_mismatch_metrics` returns."""
+"""Catalogue entries of `masked_mismatch_metrics`."""

@@ -1,7 +1,7 @@
-"""What routers say of the experts that were chosen; RSPO's router-shift weight: how far they moved on those of the old
-policy.
+"""Router scores of chosen experts, and RSPO's router-shift weight computed from them.
 
-Only the scores of the chosen experts are kept of the old policy, `[B,T,L,K]` and not `[B,T,L,E]`.
+The weight says how far routers moved on the experts that the old policy chose. Only the scores of these experts are
+kept for the old policy, `[B,T,L,K]` and not `[B,T,L,E]`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from moe_rl.routing import RoutedExperts, RoutingError, boundary_margin
 
 
 def chosen_scores(router_logits: tuple[Tensor, ...] | list[Tensor], routes: RoutedExperts) -> Float[Tensor, "B T L K"]:
-    """log r(e) of the experts e that `routes` chose, r = softmax of the router's logits; nats, detached.
+    """Return log r(e) of the experts e that `routes` chose, r = softmax of the router's logits; nats, detached.
 
     Args:
         router_logits: one `[B*T,E]` or `[B,T,E]` for each site of `routes`, in their order, as models return them.
@@ -43,9 +43,11 @@ def chosen_scores(router_logits: tuple[Tensor, ...] | list[Tensor], routes: Rout
 
 
 def shift_weight(scores: Float[Tensor, "B T L K"], old_scores: Float[Tensor, "B T L K"]) -> Float[Tensor, "B T"]:
-    """gamma = exp( -mean over sites and slots of |log r_new(e) - log r_old(e)| )    (arXiv:2510.23027)
+    """Return RSPO's router-shift weight gamma of each token, in (0, 1], detached.
 
-    over the experts e that the old policy activated; in (0, 1], detached. The floor gamma_min is the objective's.
+        gamma = exp( -mean over sites and slots of |log r_new(e) - log r_old(e)| )    (arXiv:2510.23027)
+
+    over the experts e that the old policy activated. The objective applies the floor gamma_min.
 
     >>> old = torch.tensor([0.5, 0.25]).log().view(1, 1, 1, 2)
     >>> new = torch.tensor([0.25, 0.25]).log().view(1, 1, 1, 2)
@@ -58,8 +60,10 @@ def shift_weight(scores: Float[Tensor, "B T L K"], old_scores: Float[Tensor, "B 
 def gates_and_margins(
     logits: Sequence[Float[Tensor, "n E"]], ids: Int[Tensor, "n L K"]
 ) -> tuple[Float[Tensor, "n L K"], Float[Tensor, "n L"]]:
-    """Of n tokens at L sites: the share that each chosen expert has in the softmax over all experts (NaN where there is
-    no route), and the boundary margin s_(k) - s_(k+1) in logits (infinite where all experts are chosen).
+    """Return gates and boundary margins of n tokens at L sites.
+
+    A gate is the chosen expert's share of the softmax over all experts (NaN without a route). The boundary margin is
+    s_(k) - s_(k+1) in logits (infinite if all experts are chosen).
 
     >>> shares, margins = gates_and_margins([torch.tensor([[3.0, 1.0, 1.0]]).log()], torch.tensor([[[0, 2]]]))
     >>> shares, margins

@@ -1,5 +1,6 @@
-"""Score one text with one model, in one forward or token by token: its log-probabilities under live or forced routes,
-and the experts that it chose."""
+"""Scoring of one text with one model: log-probabilities under live or forced routes, and the chosen experts.
+
+A text is scored in one forward or token by token with a KV cache."""
 
 import inspect
 from collections.abc import Callable
@@ -19,8 +20,9 @@ from moe_rl.routing.calls import cache_left, cache_name, device_of
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """Tokens to score: any padding, `completion_mask` True on the tokens that are measured. Masks of 0 and 1, as
-    tokenizers write them, become bool; other values are a ValueError."""
+    """Tokens to score, padded on any side, with `completion_mask` True on the tokens that are measured.
+
+    Masks of 0 and 1, as tokenizers write them, become bool; other values raise ValueError."""
 
     input_ids: Int[Tensor, "B T"]
     attention_mask: Shaped[Tensor, "B T"]
@@ -32,20 +34,21 @@ class TokenBatch:
             object.__setattr__(self, name, as_bool_mask(getattr(self, name), name))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "TokenBatch":
-        """The same change of its ids and masks."""
+        """Return the batch with `change` applied to its ids and to both masks."""
         masks = change(self.attention_mask), change(self.completion_mask)
         return TokenBatch(change(self.input_ids), *masks, self.temperature)
 
     def rows(self, start: int, stop: int) -> "TokenBatch":
+        """Return the sequences `start` to `stop` - 1."""
         return self.each(lambda part: part[start:stop])
 
     def pieces(self, size: int) -> list["TokenBatch"]:
-        """The batch in parts of so many sequences; the last may have fewer."""
+        """Return the batch in parts of `size` sequences; the last part may have fewer."""
         return [self.rows(start, start + size) for start in range(0, len(self.input_ids), size)]
 
 
 def check_measured(text: TokenBatch) -> None:
-    """Raises ValueError where the first token of a sequence is to be measured."""
+    """Raise ValueError if the first token of a sequence is to be measured."""
     first = text.attention_mask & (text.attention_mask.cumsum(1) == 1)
     if bool((first & text.completion_mask).any()):
         raise ValueError(
@@ -56,18 +59,18 @@ def check_measured(text: TokenBatch) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """What one model says of a text when it routes for itself: `logps` in nats, and the routes. On the CPU."""
+    """Log-probabilities (`logps`, nats) and routes of a text under one model's live routing; on the CPU."""
 
     logps: Float[Tensor, "B T"]
     routes: RoutedExperts
 
 
 Score = Callable[[nn.Module, TokenBatch], Tensor]
-"""Log-probabilities `[B,T]` of a text, in one forward or in several."""
+"""Type of functions that return a text's log-probabilities `[B,T]`, from one forward or several."""
 
 
 def text_logps(model: nn.Module, text: TokenBatch) -> Float[Tensor, "B T"]:
-    """`token_logps` of a text, on the CPU, float64."""
+    """Return `token_logps` of a text, on the CPU, float64."""
     device = device_of(causal_lm(model))
     masks = text.attention_mask.to(device), text.completion_mask.to(device)
     out = token_logps(model, text.input_ids.to(device), *masks, temperature=text.temperature)
@@ -76,7 +79,7 @@ def text_logps(model: nn.Module, text: TokenBatch) -> Float[Tensor, "B T"]:
 
 @torch.no_grad()
 def score_live(model: nn.Module, text: TokenBatch, score: Score = text_logps) -> Scored:
-    """f(w, own routes), and the routes."""
+    """Score a text under the model's live routing; return its log-probabilities and routes."""
     with evaluating(model), record_routes(model) as recording:
         logps = score(model, text)
     return Scored(logps, recording.routes.to("cpu"))
@@ -86,37 +89,39 @@ def score_live(model: nn.Module, text: TokenBatch, score: Score = text_logps) ->
 def score_replayed(
     model: nn.Module, text: TokenBatch, routes: RoutedExperts, own: RoutedExperts, score: Score = text_logps
 ) -> Float[Tensor, "B T"]:
-    """f(w, other routes); `own` are those that the model takes by itself, for the order of unchanged slots."""
+    """Return a text's log-probabilities with `routes` forced on the model.
+
+    `own`: the model's live routes, which give the slot order of rows whose set of experts is the same."""
     with evaluating(model), replay_routes(model, in_order_of(own, routes)):
         return score(model, text)
 
 
 def in_order_of(own: RoutedExperts, routes: RoutedExperts) -> RoutedExperts:
-    """`routes`, with the slot order of `own` in every row whose set of experts is the same."""
+    """Return `routes`, with the slot order of `own` in every row whose set of experts is the same."""
     if set(routes.sites) != set(own.sites):
-        return routes  # of another model: replay says what does not fit
+        return routes  # of another model: replay then raises an error that says what does not fit
     routes = routes.select(own.sites)
     if routes.shape != own.shape or routes.num_experts != own.num_experts:
         return routes
-    changed = site_change(own, routes) | routes.live  # a row without a route stays the router's to decide
+    changed = site_change(own, routes) | routes.live  # a row without a route stays without one: its router decides
     ids = torch.where(changed[..., None], routes.ids, own.ids)
     return routes.with_ids(ids, routes.tokens)
 
 
-# -- the way a sampler makes them: the prompt in one forward, then token by token with a KV cache ----------------------
+# -- scoring as a sampler computes: the prompt in one forward, then token by token with a KV cache ---------------------
 
 
 @torch.no_grad()
 def decoded_logps(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Tensor, "B T"]:
-    """As `text_logps`, with the first `prefill` columns in one forward and every further column in one of its own.
+    """Return log-probabilities as `text_logps`, with a KV cache: `prefill` columns first, then one column a forward.
 
-    A token is scored by the call that was fed the column before it: the first one after the prompt by the prefill. The
-    head computes as in `token_logps`, so that what differs from it is the cache and the shapes.
+    A token is scored by the call on the column before it; the first token after the prompt by the prefill. The head
+    computes as in `token_logps`, so that only the cache and the shapes differ.
 
     Raises:
         ValueError: `prefill` is no number of columns, or a token within it is measured.
         RuntimeError: the model keeps no cache; or it keeps a state (linear attention, convolution, state space) and a
-            sequence begins so far behind the prefill that it would be fed padding, which the state would take in.
+            sequence begins so far behind the prefill that its padding would change the state.
     """
     if not 1 <= prefill <= text.input_ids.shape[1]:
         raise ValueError(f"prefill counts columns, between 1 and {text.input_ids.shape[1]}, got {prefill}")
@@ -161,14 +166,15 @@ def decoded_logps(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Ten
 
 
 def _keeps_state(cache: Any) -> bool:
-    """Whether a layer keeps more of a row than keys and values of its tokens, which a mask hides."""
+    """Return whether a cache holds a recurrent state: more than keys and values of tokens, which a mask can hide."""
     kinds = [base.__name__ for layer in getattr(cache, "layers", ()) for base in type(layer).__mro__]
-    return hasattr(cache, "linear_cache") or any("LinearAttention" in kind for kind in kinds)  # the first is MiniMax's
+    return hasattr(cache, "linear_cache") or any("LinearAttention" in kind for kind in kinds)  # linear_cache: MiniMax
 
 
 def _logps_of(said: Tensor, targets: Tensor, head: Any, treatment: LogitMap | str, temperature: float) -> Tensor:
-    """Log-probabilities of `targets` from the head's input or, where the head is special, from logits; on the CPU,
-    float64, which Apple's GPU does not have."""
+    """Return the log-probabilities of `targets` from the head's input or, for a special head, from logits.
+
+    The result is float64 on the CPU, as Apple's GPU has no float64."""
     if isinstance(treatment, LogitMap):
         logps, _ = head_logps(said, head.weight, targets, bias=head.bias, logit_map=treatment, temperature=temperature)
         return logps.cpu().double()

@@ -1,11 +1,12 @@
-"""Responses to one prompt in one row behind it, so that a forward computes the prompt once, and little padding.
+"""Batches in which responses share their prompt: one row holds a prompt and several responses to it.
 
-Of G responses of R tokens to a prompt of P, G (P + R) positions and the padding become P + G (R - 1): the last token of
-a sequence predicts nothing. An attention mask keeps responses apart, and positions count from each sequence's start:
-every token sees what it saw in a row of its own, and log-probabilities and gradients are the same, up to rounding.
-(Prefix Grouper, arXiv 2506.05433, does it with two attentions; here it is one with a mask.)
+A forward then computes the prompt once, and little padding. For G responses of R tokens to a prompt of P tokens,
+P + G (R - 1) positions take the place of G (P + R) and their padding: the last token of a sequence predicts nothing. An
+attention mask keeps responses apart, and positions count from each sequence's start: every token attends to the same
+tokens as in a row of its own, and log-probabilities and gradients are the same, up to rounding. (Prefix Grouper, arXiv
+2506.05433, does this with two attentions; here it is one attention with a mask.)
 
-    check_shared_prompts(model)  # once: does it compute such rows rightly?
+    check_shared_prompts(model)  # once: raises if the model does not compute such rows rightly
     shared = share_prompts(*tokens, routes=routes)
     with replay_routes(model, shared.pack(routes)):
         logps = token_logps(model, *tokens, shared=shared).logps
@@ -30,13 +31,13 @@ class SharedPrompts:
     """A batch `[B,T]` as R rows of N tokens; made by `share_prompts`.
 
     Attributes:
-        source: flat position in the batch of the token at each place, of a shared prompt that in one of its sequences;
-            -1 on padding.
+        source: flat position in the batch of the token at each place of the rows; for a token of a shared prompt, its
+            position in one of the sequences; -1 on padding.
         place: flat position in the rows of each token of the batch; -1 on padding and on each sequence's last token.
-        input_ids, position_ids: of the rows; 0 on padding.
+        input_ids, position_ids: those of the rows; 0 on padding.
         allowed: `[r,i,j]`: token i of row r attends to token j.
         batch, attended: tokens and attention mask of the batch.
-        longest: tokens of its longest sequence.
+        longest: number of tokens of the batch's longest sequence.
     """
 
     source: Int[Tensor, "R N"]
@@ -49,14 +50,14 @@ class SharedPrompts:
     longest: int
 
     def inputs(self, lm: PreTrainedModel) -> dict[str, Tensor]:
-        """What to call a model with.
+        """Return the arguments with which to call a model: tokens, attention mask and positions of the rows.
 
         Raises:
-            ValueError: it attends otherwise than by this mask in sequences, or rows, as long as these.
+            ValueError: in sequences or rows of this length, the model does not attend as the mask says.
         """
         if why := too_long(lm.config.get_text_config(), self.longest, self.source.shape[1]):
             raise ValueError(f"{type(lm).__name__} cannot share prompts in this batch: {why}. Train without sharing")
-        # Added to the scores: of a bool mask every layer would make and keep such a one for itself.
+        # A float mask, which is added to the scores: from a bool mask every layer would make and keep one of its own.
         mask = torch.zeros(self.allowed.shape, dtype=lm.dtype, device=self.allowed.device)
         mask.masked_fill_(~self.allowed, torch.finfo(lm.dtype).min)
         return {"input_ids": self.input_ids, "attention_mask": mask[:, None], "position_ids": self.position_ids}
@@ -64,7 +65,7 @@ class SharedPrompts:
     def places(
         self, batch: Int[Tensor, "B T"], attended: Bool[Tensor, "B T"], flat: Int[Tensor, " n"]
     ) -> Int[Tensor, " n"]:
-        """Flat positions in the rows of some tokens of the batch, given as flat positions in it.
+        """Return the flat positions in the rows of the batch's tokens at the flat positions `flat`.
 
         Raises:
             ValueError: these rows are of another batch.
@@ -76,14 +77,14 @@ class SharedPrompts:
 
     @property
     def tokens(self) -> int:
-        """Places that are not padding."""
+        """Number of places in the rows that are not padding."""
         return int((self.source >= 0).sum())
 
     def pack(self, routes: RoutedExperts) -> RoutedExperts:
-        """Routes of the batch as those of the rows; -1 on padding.
+        """Return the batch's routes laid out as the rows; -1 on padding.
 
         Raises:
-            ValueError: routes of another shape, or that differ on a prompt which is shared.
+            ValueError: routes of another shape, or routes that differ on a shared prompt.
         """
         if routes.shape[:2] != self.place.shape:
             raise ValueError(
@@ -97,7 +98,7 @@ class SharedPrompts:
         return packed
 
     def unpack(self, routes: RoutedExperts) -> RoutedExperts:
-        """Routes of the rows as those of the batch; -1 where it has no place."""
+        """Return the rows' routes laid out as the batch; -1 on tokens that have no place in the rows."""
         return routes.take(self.place)
 
 
@@ -109,16 +110,16 @@ def share_prompts(
     routes: RoutedExperts | None = None,
     longest: int | None = None,
 ) -> SharedPrompts:
-    """Lay a batch out so that responses share their prompts.
+    """Return a batch laid out as rows in which responses share their prompts.
 
-    A prompt is what stands before the first token of `completion_mask`. Sequences share it where they have the same
-    tokens there and, with `routes`, the same routes: passes of other shapes may have routed one prompt differently,
-    and each response keeps its own.
+    A prompt is all tokens before the first one of `completion_mask`. Sequences share a prompt if they have the same
+    tokens in it and, with `routes`, the same routes: passes of other shapes may have routed one prompt differently,
+    and each response keeps its own routes.
 
     Args:
-        routes: those that will be replayed.
-        longest: tokens that a row may have, unless one sequence has more; default: twice the longest sequence. More
-            means fewer copies of a prompt, and more attention, which is quadratic in a row.
+        routes: the routes that will be replayed.
+        longest: the most tokens of a row, unless one sequence has more; default: twice the longest sequence. Longer
+            rows hold fewer copies of a prompt, but attention is quadratic in the length of a row.
 
     Raises:
         ValueError: masks or routes of another shape; no sequence has two tokens.
@@ -161,8 +162,8 @@ def share_prompts(
     return SharedPrompts(
         source=sources,
         place=places,
-        input_ids=_at(input_ids.flatten(), sources),
-        position_ids=_at((attended.long().cumsum(1) - 1).flatten(), sources),
+        input_ids=_values_at(input_ids.flatten(), sources),
+        position_ids=_values_at((attended.long().cumsum(1) - 1).flatten(), sources),
         allowed=_allowed(segment, response),
         batch=input_ids,
         attended=attended,
@@ -171,12 +172,14 @@ def share_prompts(
 
 
 def packed(position_ids: Int[Tensor, "B T"], attended: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"] | None:
-    """Where rows hold several sequences one behind the other ("padding-free"): True on the first token of each,
-    which follows nothing. None where no position within a row is 0. Many models of transformers keep such sequences
-    apart by their positions, if they are given no attention mask; others do not (`packed_rows.leak`).
+    """Return True on each sequence's first token, `[B,T]`, if rows hold several sequences; else None.
+
+    Rows hold several sequences one after the other ("padding-free") if positions begin at 0 again within a row. Many
+    models of transformers keep such sequences apart by their positions, if no attention mask is given; others do not
+    (`packed_rows.leak`).
 
     Raises:
-        ValueError: there is padding, which only a mask tells.
+        ValueError: such rows have padding, which needs a mask.
     """
     first = (position_ids == 0) & attended
     if not bool((first[:, 1:] & attended[:, :-1]).any()):
@@ -190,8 +193,9 @@ def packed(position_ids: Int[Tensor, "B T"], attended: Bool[Tensor, "B T"]) -> B
 
 
 def too_long(config: Any, longest: int, width: int) -> str | None:
-    """Why sequences of so many tokens, in rows of `width`, are attended to otherwise than this mask says; None: they
-    are not."""
+    """Return why a model would not attend as `SharedPrompts.allowed` says; None if it does.
+
+    `longest`: tokens of the longest sequence; `width`: tokens of a row."""
     whole = set(getattr(config, "layer_types", None) or ()) == {"full_attention"}
     windowed = not whole and getattr(config, "use_sliding_window", True) is not False
     for name in ("sliding_window", "attention_chunk_size") if windowed else ():
@@ -210,14 +214,16 @@ def too_long(config: Any, longest: int, width: int) -> str | None:
     return None
 
 
-def _at(values: Shaped[Tensor, " n"], index: Int[Tensor, "R N"]) -> Shaped[Tensor, "R N"]:
-    """The values at these positions, 0 where there is none."""
+def _values_at(values: Shaped[Tensor, " n"], index: Int[Tensor, "R N"]) -> Shaped[Tensor, "R N"]:
+    """Return the values at the positions `index`; 0 where the position is -1."""
     return values[index.clamp(min=0)].masked_fill_(index < 0, 0)
 
 
 def _allowed(segment: Int[Tensor, "R N"], response: Int[Tensor, "R N"]) -> Bool[Tensor, "R N N"]:
-    """Whom each token attends to: of its segment, earlier ones of the prompt (response -1) and of its response; padding
-    to itself, as a softmax over nothing is NaN."""
+    """Return the attention mask of rows: True where token i of a row attends to token j.
+
+    A token attends, in its segment, to itself and to earlier tokens of the prompt (response -1) and its own response.
+    Padding attends to itself, too, as a softmax over nothing is NaN."""
     N = segment.shape[1]
     one_segment = segment[:, :, None] == segment[:, None, :]
     one_response = (response[:, :, None] == response[:, None, :]) | (response[:, None, :] < 0)
@@ -226,7 +232,7 @@ def _allowed(segment: Int[Tensor, "R N"], response: Int[Tensor, "R N"]) -> Bool[
 
 
 class _Segment(NamedTuple):
-    """A prompt and some of its responses, as flat positions in the batch; the prompt as each of them has it."""
+    """A prompt and some of its responses, as flat positions in the batch; `prompts` has each sequence's own copy."""
 
     prompts: list[np.ndarray]
     responses: list[np.ndarray]
@@ -239,7 +245,7 @@ class _Segment(NamedTuple):
 def _segments(
     ids: np.ndarray, attended: np.ndarray, completion: np.ndarray, routes: RoutedExperts | None, longest: int
 ) -> list[_Segment]:
-    """Prompts with as many of their responses as fit a row of `longest`."""
+    """Return the batch as segments: prompts, each with as many of its responses as fit a row of `longest` tokens."""
     packed = None if routes is None else routes.packed.cpu().numpy()
     groups: dict[bytes, list[tuple[np.ndarray, np.ndarray]]] = {}
     for b in range(len(ids)):
@@ -257,9 +263,11 @@ def _segments(
 
 
 def _parts(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Indices in few parts whose sizes sum to at most `most` (one that is larger has a part of its own) and are nearly
-    equal, as the rows that they become are padded to the longest: the largest first, each into the emptiest of as many
-    parts as the first that has room would make; these, where that does not fit."""
+    """Split indices into few parts with nearly equal sums of sizes, each at most `most`.
+
+    A size above `most` gets a part of its own. Equal sums save padding, as the rows made of the parts are padded to the
+    longest. First-fit by falling size gives the number of parts; each index then goes to the emptiest of that many
+    parts. If a part becomes too large that way, the parts of first-fit are returned."""
     order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
     tight: list[list[int]] = []
     for i in order:

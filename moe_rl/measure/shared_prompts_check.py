@@ -1,4 +1,4 @@
-"""Whether a model gives responses that share a prompt what it gives them in rows of their own."""
+"""Test of whether a model scores responses that share a prompt as it does in rows of their own."""
 
 import inspect
 import weakref
@@ -15,23 +15,24 @@ from moe_rl.routing import RoutedExperts, record_routes, replay_routes
 from moe_rl.routing.calls import device_of
 
 PROMPTS, RESPONSES = (4, 4, 3, 3), (3, 5, 4, 2)
-"""Tokens of the texts that a model is tried out with: two prompts of two responses each."""
+"""Numbers of tokens of the four texts in the test: two prompts with two responses each."""
 _PASSED: "weakref.WeakKeyDictionary[PreTrainedModel, str]" = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
 def check_shared_prompts(model: nn.Module) -> None:
-    """Try a model out on a few tokens, once, before rows of several responses are used (`share_prompts`). Not inside a
-    context that records or replays.
+    """Raise ValueError unless a model scores rows of several responses (`share_prompts`) rightly, as a test shows.
 
-    Under the same routes it must give the log-probabilities of rows of their own, up to ten times what one rounding of
-    the embeddings changes and 1e-5 nats, and those of a response must not depend on another one. Refused by name, as a
-    few tokens would not show it: attention other than "sdpa" or "eager", layers that are no attention (`layer_types`),
-    and sparse attention that chooses among all tokens of a row (`index_topk`).
-    What depends on the length is looked at in every batch (`too_long`).
+    The test takes a few tokens, once per model and attention. Do not call it inside a context that records or replays.
+
+    Under the same routes the log-probabilities must be those of rows of their own, up to ten times the effect of one
+    rounding of the embeddings plus 1e-5 nats, and those of a response must not depend on another response. Some models
+    are refused by their configuration, as a few tokens would not show the error: attention other than "sdpa" or
+    "eager", layers other than attention (`layer_types`), and sparse attention that chooses among all tokens of a row
+    (`index_topk`). Limits on the length are checked in every batch (`too_long`).
 
     Raises:
-        ValueError: it does not, with what was found and what to do.
+        ValueError: the model cannot share prompts; the message says what was found and what to do.
     """
     lm = causal_lm(model)
     config = lm.config.get_text_config()
@@ -71,8 +72,9 @@ def check_shared_prompts(model: nn.Module) -> None:
 
 
 def _texts(lm: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, attention and completion mask of the texts, padded on the right; the prompt of a text and the next one is
-    the same."""
+    """Return tokens, attention mask and completion mask of the four texts, padded on the right.
+
+    Texts 0 and 1 have the same prompt, and texts 2 and 3."""
     V, longest = lm.config.get_text_config().vocab_size, max(map(sum, zip(PROMPTS, RESPONSES, strict=True)))
     ids, column = drawn(V, (len(PROMPTS), longest)), torch.arange(longest, device="cpu")
     prompts, responses = torch.tensor((PROMPTS, RESPONSES), device="cpu")[..., None]
@@ -82,9 +84,10 @@ def _texts(lm: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
     return ids.to(device), attended.to(device), (attended & ~prompt).to(device)
 
 
-def _under(
+def _logps_under(
     model: nn.Module, routes: RoutedExperts, tokens: Sequence[Tensor], shared: SharedPrompts | None = None
 ) -> Tensor:
+    """Return the log-probabilities of the texts under `routes`, in rows of their own or as `shared`."""
     with replay_routes(model, routes if shared is None else shared.pack(routes), check_tokens=False):
         return token_logps(model, *tokens, shared=shared).logps
 
@@ -92,24 +95,24 @@ def _under(
 def _alone(
     model: nn.Module, lm: PreTrainedModel, tokens: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[RoutedExperts, Tensor, Tensor]:
-    """Routes of the texts in rows of their own, and log-probabilities under these, plain and nudged."""
+    """Score the texts in rows of their own: return routes, log-probabilities, and those `nudged`."""
     ids, attended, completion = tokens
     with record_routes(model) as recording:
         token_logps(model, *tokens)
     flat, prompt = torch.arange(ids.numel(), device=ids.device).view(ids.shape), attended & ~completion
     flat[1::2][prompt[1::2]] = flat[::2][prompt[::2]]
-    routes = recording.routes.take(flat)  # one prompt, one route, whatever rounding says
-    plain = _under(model, routes, tokens)
+    routes = recording.routes.take(flat)  # the same routes for both copies of a prompt, whatever the rounding
+    plain = _logps_under(model, routes, tokens)
     with nudged(lm):
-        return routes, plain, _under(model, routes, tokens)
+        return routes, plain, _logps_under(model, routes, tokens)
 
 
 def _shared(model: nn.Module, tokens: tuple[Tensor, Tensor, Tensor], routes: RoutedExperts) -> list[Tensor]:
-    """Log-probabilities in one row, twice, and with another token in the second text's response."""
+    """Return the log-probabilities in one shared row: twice, and with another token in the second text's response."""
     ids, *masks = tokens
     other = ids.clone()
     other[1, PROMPTS[1]] = (ids[1, PROMPTS[1]] + 1) % int(ids.max() + 1)
     return [
-        _under(model, routes, (some, *masks), share_prompts(some, *masks, longest=ids.numel()))
+        _logps_under(model, routes, (some, *masks), share_prompts(some, *masks, longest=ids.numel()))
         for some in (ids, ids, other)
     ]

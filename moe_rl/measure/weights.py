@@ -1,4 +1,4 @@
-"""Weights kept aside, and a model that holds them for a moment."""
+"""Copies of a model's weights, and context managers under which a model holds other weights."""
 
 import copy
 import re
@@ -17,11 +17,12 @@ KEPT_FP32 = "moe_rl_kept_fp32"
 
 
 def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Tensor, torch.dtype]]:
-    """Each floating parameter and buffer, with the dtype that `from_pretrained(dtype=...)` makes it: `dtype`, but for
-    those that the architecture keeps in fp32 (rotary frequencies, selection biases of DeepSeek-V3, routers of Ernie
-    4.5) and for modules that the run does (`KEPT_FP32`)."""
+    """Yield each floating parameter and buffer with the dtype that `from_pretrained(dtype=...)` gives it.
+
+    This is `dtype`, but fp32 for tensors that the architecture keeps in fp32 (rotary frequencies, selection biases of
+    DeepSeek-V3, routers of Ernie 4.5) and for modules that the run keeps in fp32 (`KEPT_FP32`)."""
     inner: Any = hf_model(model)
-    with torch.device("meta"):  # the class itself says what is made in which dtype
+    with torch.device("meta"):  # a model made by the class itself shows the dtypes
         made = type(inner)._from_config(copy.deepcopy(inner.config), dtype=dtype)
     dtypes = {name: tensor.dtype for name, tensor in (*made.named_parameters(), *made.named_buffers())}
     names = [*(inner._keep_in_fp32_modules_strict or ())]
@@ -38,19 +39,20 @@ def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Ten
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of all parameters and buffers on the CPU (of a sharded model: this rank's shard)."""
+    """Return a copy of all parameters and buffers on the CPU (of a sharded model: this rank's shard)."""
     return {name: local.cpu().clone() for name, local in _locals(model)}
 
 
 def temporary_weights(model: nn.Module, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
-    """`model` with other weights inside, and bit for bit its own again after. Not inside a forward or a backward."""
+    """Context manager: `model` holds other weights, afterwards its own bit for bit. Not inside forward or backward."""
     return temporary(lambda: _locals(model), weights)
 
 
 @contextmanager
 def temporary(tensors: Callable[[], Iterable[tuple[str, Tensor]]], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, named `tensors`, which are looked up anew each time, hold other values; after, bit for bit their own.
-    ValueError for names or shapes that are not theirs."""
+    """Context manager: the named `tensors` hold other values; afterwards their own, bit for bit.
+
+    `tensors` is called anew each time they are written. Raises ValueError if names or shapes differ."""
     kept = {name: tensor.clone() for name, tensor in tensors()}
     own, other = ({name: tensor.shape for name, tensor in held.items()} for held in (kept, values))
     if differ := sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name)):

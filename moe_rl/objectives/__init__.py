@@ -1,4 +1,4 @@
-"""Log-probabilities and rewards -> advantages, ratios, loss: pure torch functions that know no model.
+"""Advantages, importance ratios and losses, as pure torch functions of rewards and log-probabilities, without a model.
 
 Reading order: `ratios`, `gates`, `other_gates`, `divergence`, `objective`, `presets`, `loss`,
 `diagnostics`; then `advantages`, `other_advantages`, `corrections`, `kl`, `gae` (PPO), `preferences` (DPO, reward

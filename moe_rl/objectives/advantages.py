@@ -1,4 +1,4 @@
-"""Rewards -> the advantages of GRPO and GSPO; those of other methods are in `other_advantages`.
+"""Group advantages of GRPO and GSPO, computed from rewards; other methods' advantages are in `other_advantages`.
 
 Rows of one group are adjacent: group g holds rows g*G .. (g+1)*G - 1.
 """
@@ -17,7 +17,7 @@ Scale = Literal["std", "none", "batch"]
 def group_advantages(
     rewards: Shaped[Tensor, " B"], group_size: int, scale: Scale | str = "std", eps: float | int = 1e-4
 ) -> Float[Tensor, " B"]:
-    """Outcome supervision: each reward against the mean of its group (arXiv:2507.18071, eqs 3 and 6).
+    """Return each response's reward minus its group's mean, scaled (outcome supervision; arXiv:2507.18071, eqs 3, 6).
 
         "std"    A_i = (r_i - mean(group)) / (std(group) + eps)      GRPO, GSPO
         "none"   A_i =  r_i - mean(group)                            Dr.GRPO (arXiv:2503.20783), MiniRL
@@ -55,7 +55,7 @@ def group_advantages(
 
 
 def as_groups(rewards: Shaped[Tensor, " B"], group_size: int) -> Float[Tensor, "N G"]:
-    """`[B]` -> `[N,G]`, checked, detached, at least float32."""
+    """Return rewards `[B]` as groups `[N,G]`: checked, detached and at least float32."""
     if not isinstance(rewards, Tensor):
         raise ValueError(f"rewards: expected a tensor [B], got {type(rewards).__name__}: torch.tensor(rewards).")
     if rewards.ndim != 1:
@@ -67,7 +67,7 @@ def as_groups(rewards: Shaped[Tensor, " B"], group_size: int) -> Float[Tensor, "
 
 
 def check_groups(rows: int, group_size: int) -> None:
-    """Raises ValueError unless the rows are whole groups."""
+    """Raise ValueError unless the number of rows is a multiple of `group_size`."""
     if group_size < 1 or rows % group_size:
         raise ValueError(
             f"group_size: {group_size} does not divide the {rows} rows into whole groups; "
@@ -76,7 +76,7 @@ def check_groups(rows: int, group_size: int) -> None:
 
 
 def check_finite(rewards: Tensor) -> None:
-    """Raises ValueError for a reward that is not finite."""
+    """Raise ValueError if a reward is not finite."""
     finite = torch.isfinite(rewards)
     if not bool(finite.all()):
         bad = (~finite).nonzero().flatten().tolist()
@@ -84,13 +84,13 @@ def check_finite(rewards: Tensor) -> None:
 
 
 def centre(groups: Float[Tensor, "N G"]) -> Float[Tensor, "N G"]:
-    """Minus the group's mean; exactly 0 in a group of equal rewards (a rounded mean would not be)."""
+    """Return rewards minus their group's mean; exactly 0 in a group of equal rewards, where a rounded mean is not."""
     all_equal = (groups == groups[:, :1]).all(-1, keepdim=True)
     return torch.where(all_equal, 0.0, groups - groups.mean(-1, keepdim=True))
 
 
 def unbiased_std(values: Float[Tensor, "*N G"]) -> Float[Tensor, "*N"]:
-    """Standard deviation over the last axis with divisor G - 1; 0 for a single value."""
+    """Return the standard deviation over the last axis with divisor G - 1; 0 for a single value."""
     if values.shape[-1] < 2:
         return values.new_zeros(values.shape[:-1])
     return values.std(-1, correction=1)

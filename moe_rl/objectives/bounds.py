@@ -1,4 +1,4 @@
-"""What numbers and names a setting may have: said once, in its type, for the check and for its message."""
+"""Allowed ranges and names of settings, declared in the types of dataclass fields, and the checks against them."""
 
 import dataclasses
 import difflib
@@ -27,7 +27,7 @@ class Range:
     whole: bool = False
 
     def refusal(self, name: str, value: Any) -> str | None:
-        """Why `value` is not in the interval, with the setting's name; None if it is."""
+        """Return a message that the setting `name` has a `value` outside the interval; None if it is inside."""
         number = isinstance(value, int if self.whole else int | float) and not isinstance(value, bool)
         if number and math.isfinite(value):
             above = value > self.low if self.open_low else value >= self.low
@@ -64,7 +64,9 @@ Seed = Annotated[int, SEED]
 
 
 def unknown(name: str, value: object, allowed: Iterable[str]) -> str:
-    """The message for a name that is none of `allowed`: the setting, what there is, what came, the nearest.
+    """Return the error message for a name that is not in `allowed`.
+
+    The message gives the setting, the allowed names, the given name and the most similar allowed one.
 
     >>> unknown("value.model", "heads", ("separate", "head"))
     "value.model: expected one of separate, head; got 'heads'. Did you mean 'head'?"
@@ -76,16 +78,18 @@ def unknown(name: str, value: object, allowed: Iterable[str]) -> str:
 
 
 def check_settings(settings: Any, prefix: str = "", error: type[ValueError] = ValueError) -> None:
-    """Raises `error` for the first setting (field of nested dataclasses) that is none of the names its type lists
-    (`Literal`), or outside the `Range` that its type is annotated with; the message names the field, after `prefix`,
-    what it may be and what came. Other types are not looked at."""
+    """Raise `error` for the first setting with a value that its type does not allow.
+
+    A setting is a field of (nested) dataclasses. A `Literal` type allows its names, a type annotated with a `Range` the
+    numbers in it; other types are not checked. The message gives the field, after `prefix`, what it may be and its
+    value."""
     for name, hint, value in typed_settings(settings, prefix):
         if refused := _refusal(name, hint, value):
             raise error(refused)
 
 
 def typed_settings(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted name, type and value of every setting of nested dataclasses."""
+    """Yield the dotted name, type and value of every setting of nested dataclasses."""
     for name, hint in field_types(settings.__class__).items():
         value = getattr(settings, name)
         if dataclasses.is_dataclass(value):
@@ -96,13 +100,13 @@ def typed_settings(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any, 
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """The types of a dataclass's fields, ranges included."""
+    """Return the type of each field of a dataclass, by name, including `Annotated` ranges."""
     hints = get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def _refusal(name: str, hint: Any, value: Any) -> str | None:
-    """Why `value` is not what `hint` allows; None if it is, or if `hint` says nothing of names or ranges."""
+    """Return a message that the type `hint` does not allow `value`; None if it does, or if it restricts nothing."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return args[1].refusal(name, value)

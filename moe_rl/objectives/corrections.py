@@ -1,10 +1,10 @@
-"""Weights that correct for the engine that sampled: rollout policy mu against training policy pi_old.
+"""Weights that correct for sampling by another engine: rollout policy mu against training policy pi_old.
 
 Samples come from the rollout engine, gradients from the training engine, and the two disagree a little even
 with equal parameters. Every function here takes the log-weight `log w = log pi_old - log mu` of each token
 (nats, padding already zero, as `token_log_ratio(old_logps, rollout_logps, mask)` gives it) and returns a
 detached weight `[B,T]` that multiplies the surrogate of a token; 0 drops the token. Dropped tokens still
-count in the denominators of the loss, as in TRL: dropping never enlarges the weight of what is left.
+count in the denominators of the loss, as in TRL: dropping never enlarges the weight of the remaining tokens.
 
 Differs: verl removes rejected tokens from the response mask, hence from the denominators too.
 """
@@ -33,12 +33,15 @@ CorrectionKind = Literal[
 
 
 def token_truncate(log_weight: Float[Tensor, "B T"], cap: float | int) -> Float[Tensor, "B T"]:
-    """Truncated importance sampling (TIS): `min(w_t, C)`; Yao et al., fengyao.notion.site/off-policy-rl."""
+    """Return the weights of truncated importance sampling (TIS), `min(w_t, C)` with C = `cap`.
+
+    Source: Yao et al., fengyao.notion.site/off-policy-rl.
+    """
     return log_weight.detach().exp().clamp(max=cap)
 
 
 def token_mask(log_weight: Float[Tensor, "B T"], low: float | int, high: float | int) -> Float[Tensor, "B T"]:
-    """Masked importance sampling: `w_t 1[low <= w_t <= high]`.
+    """Return the weights of masked importance sampling, `w_t 1[low <= w_t <= high]`.
 
     With `low=0` this is MIS; with 0.5 and 5 it is IcePop (arXiv:2510.18855).
     """
@@ -49,8 +52,10 @@ def token_mask(log_weight: Float[Tensor, "B T"], low: float | int, high: float |
 def binary_kl_mask(
     log_weight: Float[Tensor, "B T"], logps: Float[Tensor, "B T"], high: float | int
 ) -> Float[Tensor, "B T"]:
-    """KPop (arXiv:2606.15079): `w_t` where KL(mu || pi) and KL(pi || mu) of "this token" against "any other" are both
-    at most `high` nats, else 0. In terms of the ratio its bounds are wide for rare tokens and narrow for likely ones.
+    """Return the weights of KPop (arXiv:2606.15079): `w_t`, or 0 where the binary KL of a token is above `high` nats.
+
+    The binary KL is the larger of KL(mu || pi) and KL(pi || mu) of the two outcomes "this token" and "any other". In
+    terms of the ratio this bound is wide for rare tokens and narrow for likely ones.
 
     logps: log pi of the sampled tokens, the numerator of the weight.
     """
@@ -62,7 +67,7 @@ def binary_kl_mask(
 def sequence_truncate(
     log_weight: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], cap: float | int
 ) -> Float[Tensor, "B T"]:
-    """Sequence-level TIS: `min(prod_t w_t, C)`, one weight for all tokens of a sequence (no root)."""
+    """Return sequence-level TIS weights, `min(prod_t w_t, C)`: one for all tokens of a sequence (no root is taken)."""
     weight = masked_row_sum(log_weight.detach(), as_bool_mask(mask)).exp().clamp(max=cap)
     return _on_tokens(weight, mask)
 
@@ -70,7 +75,7 @@ def sequence_truncate(
 def sequence_mask(
     log_weight: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], low: float | int, high: float | int
 ) -> Float[Tensor, "B T"]:
-    """Sequence-level MIS: `W 1[low <= W <= high]` with `W = prod_t w_t`."""
+    """Return sequence-level MIS weights, `W 1[low <= W <= high]` with `W = prod_t w_t`."""
     weight = masked_row_sum(log_weight.detach(), as_bool_mask(mask)).exp()
     return _on_tokens(torch.where((weight >= low) & (weight <= high), weight, 0.0), mask)
 
@@ -78,9 +83,9 @@ def sequence_mask(
 def geometric_mask(
     log_weight: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], low: float | int, high: float | int
 ) -> Float[Tensor, "B T"]:
-    """Geometric rejection: keep a sequence iff `low <= (prod_t w_t)^(1/|y|) <= high`; weight 1 or 0.
+    """Return the weights of geometric rejection: 1 if `low <= (prod_t w_t)^(1/|y|) <= high`, else 0.
 
-    The geometric mean does not drift with length, which the product does.
+    The geometric mean does not drift with the length of a sequence; the product does.
     """
     weight = masked_row_mean(log_weight.detach(), as_bool_mask(mask)).exp()
     return _on_tokens(((weight >= low) & (weight <= high)).to(log_weight.dtype), mask)
@@ -92,10 +97,10 @@ def off_policy_sequence_mask(
     mask: Shaped[Tensor, "B T"],
     delta: float | int,
 ) -> Float[Tensor, "B T"]:
-    """One-sided off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1); weight 1 or 0.
+    """Return the weights, 1 or 0, of DeepSeek-V3.2's off-policy sequence mask (arXiv:2512.02556, section 3.1).
 
     A token is dropped iff its advantage is negative and `mean_t log(mu/pi) > delta` (nats per token) in its
-    sequence: what the policy has already left is not pushed further away. For negative advantages this is
+    sequence: a response that the policy has already left is not pushed further away. For negative advantages this is
     `geometric_mask` with `low = exp(-delta)` and no upper bound.
     """
     too_far = -masked_row_mean(log_weight.detach(), as_bool_mask(mask)) > delta
@@ -105,16 +110,16 @@ def off_policy_sequence_mask(
 
 @dataclass(frozen=True)
 class Correction:
-    """One engine correction of an `Objective`.
+    """One engine correction of an `Objective`: its kind, bounds and numerator.
 
     Fields:
-        kind: which function of this module.
+        kind: the function of this module that computes the weight.
         low, high: bounds of the weight (fractions, not nats); `high` is the cap of the truncating kinds;
             for `off_policy_mask`, `high` is delta in nats per token; for `binary_kl_mask` it is in nats.
         policy: numerator of the weight: "old" (pi_old/mu, the engine gap alone) or "current" (pi/mu, which
             adds the staleness since the rollout; detached).
-        optional: what a missing `rollout_logps` means: False refuses it; True reads it as "one engine sampled
-            and scored", so that the weight is exactly 1.
+        optional: False: a loss without `rollout_logps` is an error; True: without them one engine is taken to have
+            sampled and scored, so that the weight is exactly 1.
     """
 
     kind: CorrectionKind
@@ -134,10 +139,10 @@ class Correction:
 
     @staticmethod
     def parse(text: str) -> "Correction":
-        """A correction from `KIND:HIGH` or `KIND:LOW:HIGH`, then `:current` or `:optional`, as on a command line.
+        """Read a correction from `KIND:HIGH` or `KIND:LOW:HIGH`, each with or without `:current` and `:optional`.
 
         Raises:
-            ValueError: a kind that is none, bounds that are no numbers.
+            ValueError: a kind that does not exist, bounds that are no numbers.
 
         >>> Correction.parse("token_mask:0.5:5"), Correction.parse("off_policy_mask:0.1:current").policy
         (Correction(kind='token_mask', low=0.5, high=5.0, policy='old', optional=False), 'current')
@@ -153,7 +158,7 @@ class Correction:
         return Correction(kind, lowest, high, policy, "optional" in words)  # type: ignore[arg-type]  # it checks
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """Return the text that `parse` reads back."""
         words = [*(["current"] if self.policy == "current" else []), *(["optional"] if self.optional else [])]
         return ":".join([self.kind, *([_exact(self.low)] if self.low else []), _exact(self.high), *words])
 
@@ -164,8 +169,9 @@ class Correction:
         advantages: Float[Tensor, "B T"],
         mask: Bool[Tensor, "B T"],
     ) -> Float[Tensor, "B T"]:
-        """The detached weight `[B,T]` of each token; `log_weight` is log pi - log mu, `logps` log pi (nats), pi being
-        `policy`."""
+        """Return the detached weight `[B,T]` of each token.
+
+        `log_weight` is log pi - log mu and `logps` is log pi, in nats, where pi is the policy named by `policy`."""
         match self.kind:
             case "token_truncate":
                 return token_truncate(log_weight, self.high)
@@ -191,8 +197,10 @@ def engine_weights(
     advantage: Float[Tensor, "B T"],
     keep: Bool[Tensor, "B T"],
 ) -> dict[str, Tensor | None]:
-    """What `TokenValues` says of the engine that sampled, and of the corrections for it: the product of their weights,
-    and where a truncating one stands at its cap."""
+    """Return the fields of `TokenValues` about the sampling engine and the corrections for it, by name.
+
+    They are `engine_log_weight` and, if there are corrections, the product of the corrections' weights and the tokens
+    at which a truncating correction reaches its cap."""
     gap = token_log_ratio(old_logps.detach(), rollout_logps, keep)
     if not corrections:
         return {"engine_log_weight": gap}
@@ -213,5 +221,5 @@ def _exact(number: float | int) -> str:
 
 
 def _on_tokens(per_sequence: Float[Tensor, " B"], mask: Shaped[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """One value a sequence -> the same value on each of its tokens, 0 in padding."""
+    """Return each sequence's value on all of its tokens, `[B,T]`; 0 in padding."""
     return torch.where(as_bool_mask(mask), per_sequence[:, None], 0.0)

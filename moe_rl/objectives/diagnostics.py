@@ -1,7 +1,7 @@
-"""Every metric that a loss says of a minibatch, with its definition: counts, clip shares, correction weights.
+"""Definitions of all metrics that a policy loss reports of a minibatch: counts, clip shares, correction weights.
 
-How log-ratios are distributed (k1, k3, effective sample size, ...) is not here: `LossOutput.log_ratio` has them, and
-`moe_rl.measure` the functions.
+Metrics of the distribution of log-ratios (k1, k3, effective sample size, ...) are not defined here: `moe_rl.measure`
+computes them from `LossOutput.log_ratio`.
 """
 
 # ruff: noqa: E501  (a table: one metric, one line)
@@ -16,15 +16,15 @@ from moe_rl.objectives.gates import TokenValues
 
 
 class Metric(NamedTuple):
-    """One name.
+    """Name, unit and definition of one metric.
 
     Attributes:
         name: as written; `<...>` stands for any name.
         unit: nats, fraction, count, ...
-        definition: what it is. r = new / old ratio of a token, d = log r, s = exp(mean of d over a sequence).
-        over: numerator / denominator, where the value is, or belongs into, a quotient.
+        definition: what the metric is. r = new / old ratio of a token, d = log r, s = exp(mean of d over a sequence).
+        over: numerator / denominator, if the value is a quotient or is to be divided by a count.
         source: where the definition comes from; empty: ours or standard.
-        when: written only then; empty: always.
+        when: the condition under which the metric is written; empty: always.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Metric(NamedTuple):
 
     @property
     def is_list(self) -> bool:
-        """Whether its values are lists: by site, by layer, by position, histograms."""
+        """Whether the metric's values are lists: by site, by layer, by position, or histograms."""
         return self.name.startswith(("site_", "layer_", "position_")) or self.name.endswith("_histogram")
 
 
@@ -76,8 +76,9 @@ LOSS_METRICS: tuple[Metric, ...] = (
 
 
 def optional_metrics(values: TokenValues) -> dict[str, Tensor]:
-    """What is said of a reference policy, of another engine, of engine corrections and of a route weight, where there
-    are such."""
+    """Return the metrics of the optional fields of `values`, each only if its field is given.
+
+    The fields are those of the reference policy, the sampling engine, the engine corrections and the route weight."""
     mask = values.mask
     metrics: dict[str, Tensor] = {}
     if values.ref_kl is not None:

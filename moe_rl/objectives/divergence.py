@@ -1,8 +1,8 @@
-"""Gates that look at how far the probability of a token moved, not at its ratio.
+"""Gates that bound how far the probability of a token moved, not its ratio (DPPO, DRPO).
 
 A ratio of 2 moves a token of probability 1e-5 hardly at all and one of 0.4 a lot. With p the current and q the
 anchor's probability of the sampled token, these gates bound p - q, or the KL divergence of (q, 1 - q) from
-(p, 1 - p). Their `clip_low` and `clip_high` are thresholds of that: fractions for p - q, nats for the divergence.
+(p, 1 - p). Their `clip_low` and `clip_high` are thresholds: fractions for p - q, nats for the divergence.
 At p = q both are exactly 0, so no token is taken out.
 """
 
@@ -14,11 +14,13 @@ from torch import Tensor
 
 from moe_rl.objectives.gates import Gated, GateInputs, choose, gate, outside_trust_region
 
-_LEAST_REST = 1e-8  # of 1 - p in `binary_kl`: a probability that rounds to 1 is not infinitely far away
+_LEAST_REST = 1e-8  # least value of 1 - p in `binary_kl`: a probability that rounds to 1 gives no infinite divergence
 
 
 def probability_shift(x: GateInputs) -> Float[Tensor, "B T"]:
-    """p - q of each sampled token, in [-1, 1], detached; by `expm1`, which keeps its accuracy where p is near q."""
+    """Return p - q of each sampled token, in [-1, 1], detached.
+
+    `expm1` keeps the relative accuracy where p is near q."""
     log_ratio, logps = x.token_log_ratio.detach(), x.logps.detach()
     up = -logps.exp() * torch.expm1(-log_ratio)
     down = (logps - log_ratio).exp() * torch.expm1(log_ratio)
@@ -26,10 +28,12 @@ def probability_shift(x: GateInputs) -> Float[Tensor, "B T"]:
 
 
 def binary_kl(logps: Float[Tensor, "B T"], log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """q log(q/p) + (1 - q) log((1 - q)/(1 - p)) of each sampled token, nats, detached: KL(q || p) of "this token"
-    against "any other", a lower bound of the divergence of the whole distributions.
+    """Return q log(q/p) + (1 - q) log((1 - q)/(1 - p)) of each sampled token, nats, detached.
 
-    logps: log p; log_ratio: log p - log q. 1 - p and 1 - q are taken as at least 1e-8 (verl adds as much).
+    This is KL(q || p) of the two outcomes "this token" and "any other", a lower bound of the divergence of the whole
+    distributions.
+
+    logps: log p; log_ratio: log p - log q. 1 - p and 1 - q are taken as at least 1e-8 (verl adds 1e-8 to them).
     """
     log_ratio, logps = log_ratio.detach(), logps.detach()
     anchor = logps - log_ratio
@@ -46,10 +50,11 @@ def _capped(x: GateInputs, *, ratio_cap: float | int | None = None, **_: object)
 def divergence_tv_gate(
     x: GateInputs, *, clip_low: float | int, clip_high: float | int, ratio_cap: float | int | None = None
 ) -> Gated:
-    """DPPO-Binary-TV (arXiv:2602.04879): sg[M min(r, ratio_cap)] A log pi.
+    """Return the surrogate of DPPO-Binary-TV (arXiv:2602.04879), sg[M min(r, ratio_cap)] A log pi.
 
     M = 0 where A > 0 and p - q > clip_high, or A < 0 and p - q < -clip_low. |p - q| is the total variation of "this
-    token" against "any other"; its direction is that of the sampled token, so that a token may always come back.
+    token" against "any other". The sign of p - q is the direction in which the sampled token moved: a gradient that
+    moves p back towards q is never masked.
     """
     clipped = outside_trust_region(probability_shift(x), x.advantages, -clip_low, clip_high)
     weight = torch.where(clipped, 0.0, _capped(x, ratio_cap=ratio_cap))
@@ -60,9 +65,9 @@ def divergence_tv_gate(
 def divergence_kl_gate(
     x: GateInputs, *, clip_low: float | int, clip_high: float | int, ratio_cap: float | int | None = None
 ) -> Gated:
-    """DPPO-Binary-KL (arXiv:2602.04879): sg[M min(r, ratio_cap)] A log pi.
+    """Return the surrogate of DPPO-Binary-KL (arXiv:2602.04879), sg[M min(r, ratio_cap)] A log pi.
 
-    M = 0 where A > 0, p > q and D > clip_high, or A < 0, p < q and D > clip_low, D as `binary_kl` (nats).
+    M = 0 where A > 0, p > q and D > clip_high, or A < 0, p < q and D > clip_low; D is `binary_kl` (nats).
     """
     log_ratio = x.token_log_ratio.detach()
     divergence = binary_kl(x.logps, log_ratio)
@@ -81,12 +86,12 @@ def _quadratic_importance(x: GateInputs, *, clip_low: float | int, clip_high: fl
 
 @gate("quadratic", levels=("token",), importance=_quadratic_importance)
 def quadratic_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Gated:
-    """DRPO (arXiv:2606.09821, eq. 8): r A - |A| q (r - 1)^2 / (2 delta).
+    """Return the surrogate of DRPO (arXiv:2606.09821, eq. 8), r A - |A| q (r - 1)^2 / (2 delta).
 
-    Its slope is r A (1 - sgn(A) (p - q)/delta) (table 1): it fades to 0 at the bound of DPPO's Binary-TV mask and
-    turns back beyond. Nothing is clipped.
+    Its slope is r A (1 - sgn(A) (p - q)/delta) (table 1): the slope fades to 0 at the bound of DPPO's Binary-TV mask
+    and changes its sign beyond. Nothing is clipped.
 
-    Differs: delta is clip_high where A > 0 and clip_low where A < 0; the paper has one.
+    Differs: delta is clip_high where A > 0 and clip_low where A < 0; the paper has one delta.
     """
     ratio = x.log_ratio.exp()
     anchor = (x.logps - x.token_log_ratio).detach().exp()

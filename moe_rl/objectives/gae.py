@@ -1,6 +1,6 @@
-"""PPO with a value model: rewards on tokens, generalised advantages, the clipped value loss.
+"""PPO with a value model: rewards of tokens, generalised advantages and the clipped value loss.
 
-The baseline that GRPO was made to replace. Tokens under a False mask are skipped: the unmasked tokens of a
+GRPO was made to replace this baseline. Tokens under a False mask are skipped: the unmasked tokens of a
 row are its time steps, in order, whatever lies between them. A response is an episode; after its last token
 the value is 0.
 """
@@ -27,14 +27,14 @@ def token_rewards(
     logps: Float[Tensor, "B T"] | None = None,
     ref_logps: Float[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
-    """The outcome reward on the last token of each response, minus PPO's KL penalty on every token.
+    """Return token rewards: the response's reward on its last token, minus PPO's KL penalty on every token.
 
         r[i,t] = 1[t last] R_i - kl_coef (log pi_old - log pi_ref)[i,t]          (arXiv:2402.03300, eq. 2)
 
     Args:
         rewards: `[B]`.
         mask: True or 1 on completion tokens; a row without any gets no reward.
-        kl_coef: beta of the penalty; not 0 needs both log-probabilities.
+        kl_coef: beta of the penalty; if it is not 0, both log-probabilities are needed.
         logps, ref_logps: the policy that sampled and the reference, nats.
 
     Returns:
@@ -44,7 +44,7 @@ def token_rewards(
         ValueError: rewards that are not `[B]`; a mask that is no mask; `kl_coef` is not 0 and a log-probability is
             missing.
     """
-    if rewards.shape != mask.shape[:1]:  # one reward would be given to every response
+    if rewards.shape != mask.shape[:1]:  # broadcasting would give one reward to every response
         raise ValueError(f"rewards: expected one for each of {len(mask)} responses, [B], got {list(rewards.shape)}.")
     mask = as_bool_mask(mask)
     after = mask.flip(-1).cumsum(-1).flip(-1)
@@ -63,7 +63,7 @@ def generalized_advantages(
     gamma: float | int = 1.0,
     lam: float | int = 0.95,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Generalised advantage estimation (arXiv:1506.02438, eqs 11-16).
+    """Return the advantages and returns of generalised advantage estimation (arXiv:1506.02438, eqs 11-16).
 
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   return_t = A_t + V_t
 
@@ -104,9 +104,10 @@ def generalized_advantages(
 def whiten(
     advantages: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], eps: float | int = 1e-8
 ) -> Float[Tensor, "B T"]:
-    """Advantages with mean 0 and unbiased variance 1 over the unmasked tokens, as PPO codes do; 0 in padding.
+    """Return advantages scaled to mean 0 and unbiased variance 1 over the unmasked tokens; 0 in padding.
 
-    Fewer than two tokens, or equal advantages, have no variance: all 0, whatever the rounding of their mean.
+    PPO codes do this. Fewer than two tokens, or equal advantages, have no variance: the result is then 0 everywhere,
+    whatever the rounding of their mean.
 
     Raises:
         ValueError: shapes that differ, or a mask that is no mask.
@@ -129,17 +130,17 @@ def value_loss(
     *,
     total_tokens: float | int | Tensor | None = None,
 ) -> Float[Tensor, ""]:
-    """PPO's clipped regression of the value head on the returns, a mean over tokens.
+    """Return PPO's value loss: the clipped regression of the value head on the returns, a mean over tokens.
 
         L = (1/M) sum_it 1/2 max( (V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2 )
 
-    The form of OpenAI baselines and TRL; the PPO paper has the unclipped one (`clip=None`).
+    This is the form of OpenAI baselines and TRL; the PPO paper has the unclipped one (`clip=None`).
 
     Args:
-        values: current value head, units of reward; with gradient.
+        values: of the current value head, units of reward; with gradient.
         old_values, returns: detached here.
         mask: True or 1 on completion tokens; padding may hold anything.
-        clip: how far V may move from V_old and still matter, units of reward; None for no clip.
+        clip: the largest distance of V from V_old in the second term, units of reward; None for no clip.
         total_tokens: M over all micro-batches of an optimiser step; default this mask's.
 
     Returns:

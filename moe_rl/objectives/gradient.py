@@ -1,4 +1,4 @@
-"""The weight that each token's log-probability receives under each method, in closed form, clipped or not.
+"""Closed-form gradient of every method's loss: the weight of each token's log-probability, clipped or not.
 
 GSPO's argument against GRPO is about these weights (arXiv:2507.18071, section 4.2): GRPO weighs the tokens of
 one response by their own ratios, in (0, 1 + eps] for A > 0 and [1 - eps, inf) for A < 0; GSPO weighs them
@@ -20,12 +20,12 @@ from moe_rl.objectives.ratios import aggregation_weights, log_ratio_at_level
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """All `[B,T]`, detached, 0 (False) in padding.
+    """Gradient weights of a batch's tokens: all `[B,T]`, detached, 0 (False) in padding.
 
     Fields:
-        weight: what multiplies grad log pi of the token in the ascent direction, advantage, aggregation,
-            corrections and KL included: -d loss / d log pi[i,t].
-        importance: the part that ratio and gate contribute; 0 on clipped tokens. w[i,t] for GRPO
+        weight: the factor of grad log pi of the token in the ascent direction, -d loss / d log pi[i,t]; includes
+            advantage, aggregation, corrections and KL.
+        importance: the factor that ratio and gate contribute; 0 on clipped tokens. w[i,t] for GRPO
             (arXiv:2507.18071, eq. 12), s[i] for GSPO and GSPO-token (eqs 10, 17).
         clipped: the tokens that the clip takes out of the gradient.
     """
@@ -47,9 +47,9 @@ def token_weights(
     rollout_logps: Float[Tensor, "B T"] | None = None,
     route_weight: Float[Tensor, "B T"] | None = None,
 ) -> TokenWeights:
-    """The gradient of `policy_loss` with respect to each log-probability, without autograd.
+    """Return the gradient weight of each token under `policy_loss`, computed without autograd.
 
-    With a[t] the token's weight in the aggregation, c[t] its correction, g[t] the importance:
+    With a[t] the token's weight in the aggregation, c[t] its correction and g[t] its importance, `weight` is
 
         own        a[t] c[t] g[t] A[t]                                          arXiv:2507.18071, eqs 12, 17
         shared     (1/|y|) sum_u a[u] c[u] g[u] A[u]                            eq. 10
@@ -92,14 +92,15 @@ def token_weights(
 
 
 def _through_ratio(values: Float[Tensor, "B T"], terms: Terms) -> Float[Tensor, "B T"]:
-    """What the log-probability of each token gets of `values`, the slopes in the log-ratio that each token sees: means
-    and sums over a sequence are their own transposes, and "sequence_token" has each token's gradient by itself."""
+    """Carry slopes in the level log-ratio of each token, `values`, back to slopes in each token's log-probability.
+
+    Means and sums over a sequence are their own transposes; with "sequence_token" each token keeps its own slope."""
     level = terms.objective.ratio
     return log_ratio_at_level(values, terms.inputs.mask, "token" if level == "sequence_token" else level)
 
 
 def _kl_slope(terms: Terms, ref_logps: Float[Tensor, "B T"], share: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """d Agg[KL] / d log pi[i,t]."""
+    """Return d Agg[KL] / d log pi[i,t], the slope of the aggregated KL estimate in each log-probability, `[B,T]`."""
     o, x = terms.objective, terms.inputs
     keep = x.mask
     d = torch.where(keep, ref_logps, 0.0) - x.logps

@@ -6,8 +6,8 @@ With d = log pi_ref - log pi of the sampled token, nats:
     k2 = d^2 / 2         biased, low variance; its gradient is that of the KL (on-policy)
     k3 = e^d - d - 1     unbiased, never negative; GRPO's choice (DeepSeekMath, arXiv:2402.03300, eq. 4)
 
-"Unbiased" speaks of the value, for samples of pi itself. Swap the arguments for the other direction, and
-always say whose samples were used.
+"Unbiased" refers to the value, for samples of pi itself. For the other direction, swap the arguments; always state
+which policy the samples are from.
 """
 
 from typing import Literal
@@ -27,7 +27,7 @@ def kl_estimate(
     mask: Shaped[Tensor, "B T"],
     estimator: KLEstimator = "k3",
 ) -> Float[Tensor, "B T"]:
-    """Per-token estimate of KL(pi || pi_ref), nats; the equations are above.
+    """Return an estimate of KL(pi || pi_ref) for each token, nats; the module's docstring has the equations.
 
     Args:
         logps: current policy, nats; with gradient.

@@ -1,7 +1,7 @@
-"""`policy_loss`: one exact objective for every policy-gradient method that the presets name.
+"""`policy_loss`: the loss of every policy-gradient method among the presets.
 
-Below it, what it and the gradient analysis both start from (checked inputs, ratios, correction weights), and what is
-said of a minibatch's tokens.
+The module also has `Terms` (checked inputs, ratios, correction weights), which the gradient analysis uses too, and
+`loss_metrics`, the metrics of a minibatch's tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -34,13 +34,13 @@ EXTREME_NATS = 20.0
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What `policy_loss` returns.
+    """The result of `policy_loss`: the loss, and the quantities of every token.
 
     Fields:
         loss: scalar to minimise, with gradient.
-        tokens: what every token was to it, detached.
-    Computed from them, detached: `log_ratio` `[B,T]`, `sequence_log_ratio` `[B]`, `clipped` `[B,T]`; `metrics`, scalars
-        by name (`loss_metrics`).
+        tokens: the quantities of every token in the loss, detached.
+    Properties computed from `tokens`, detached: `log_ratio` `[B,T]`, `sequence_log_ratio` `[B]`, `clipped` `[B,T]`;
+        `metrics`, scalars by name (`loss_metrics`).
     """
 
     loss: Float[Tensor, ""]
@@ -59,13 +59,14 @@ class LossOutput:
     @property
     def clipped(self) -> Bool[Tensor, "B T"]:
         """The tokens that the clip takes out of the gradient; False in padding. Depends on the sign of the advantage.
-        A sequence ratio is the same for every token of the sequence: where the advantage is, too, all or none. Tokens
-        dropped by an engine correction are not counted here, see `metrics`."""
+
+        A sequence ratio is the same for every token of a sequence: if the advantage is, too, all of its tokens are
+        clipped or none. Tokens dropped by an engine correction are not counted here, see `metrics`."""
         return self.tokens.clipped
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
-        """Detached scalars, computed when first asked for; see `moe_rl.objectives.loss_metrics`."""
+        """The metrics of `moe_rl.objectives.loss_metrics`: detached scalars by name, computed on the first access."""
         return loss_metrics(self.tokens)
 
 
@@ -82,7 +83,7 @@ def policy_loss(
     total_sequences: float | int | Tensor | None = None,
     total_tokens: float | int | Tensor | None = None,
 ) -> LossOutput:
-    """The loss of one method on one (micro-)batch.
+    """Return the loss of one method on one (micro-)batch.
 
         loss = -Agg[ c * G(r; A) ] + kl_coef * Agg[ KL(pi || pi_ref) ]
 
@@ -91,28 +92,29 @@ def policy_loss(
 
     Values under a False mask may be anything, NaN included; a fully masked row contributes nothing and is not
     counted. Gradient flows through `logps` only. There is no hidden clamp: an unclipped ratio beyond the
-    range of the dtype (88 nats in float32, 709 in float64) gives a non-finite loss, and
-    `metrics["extreme_tokens"]` counts the tokens beyond 20 nats that announce it (of a product over the sequence
-    many small ones do). A token that an engine correction drops contributes 0, whatever its ratio. What is not
-    finite on a token that counts is refused: a log-probability of -inf there says that the token could not have
-    been sampled, and its ratio of 0 or infinity would leave no trace behind a clip.
+    range of the dtype (88 nats in float32, 709 in float64) gives a non-finite loss. `metrics["extreme_tokens"]`
+    counts the tokens with a log-ratio beyond 20 nats, an early sign of this (a product over the sequence may overflow
+    without such a token). A token that an engine correction drops contributes 0, whatever its ratio. Input that is
+    not finite on a token that counts is refused: a log-probability of -inf means that the token could not have been
+    sampled, and a clip would hide its ratio of 0 or infinity.
 
     Args:
         objective: an `Objective` or the name of one in `OBJECTIVES`.
-        logps: current policy, nats, `[B,T]`.
-        old_logps: the training engine's old policy, nats.
+        logps: log-probabilities under the current policy, nats, `[B,T]`.
+        old_logps: those under the training engine's old policy, nats.
         advantages: `[B]`, one a sequence, or `[B,T]`, one a token. A sequence ratio is clipped for each
-            token by the sign of that token's own advantage. With "sequence" the gradient goes through the one ratio,
-            to all tokens alike; with "sequence_token" each token's goes to its own log-probability.
+            token by the sign of that token's own advantage. With ratio "sequence" the gradient goes through the
+            sequence's ratio to all of its tokens alike; with "sequence_token" each token's gradient goes to its own
+            log-probability.
         mask: bool or 0/1, True on completion tokens.
-        ref_logps: reference policy; needed iff `kl_coef` is not 0.
+        ref_logps: log-probabilities under the reference policy; needed iff `kl_coef` is not 0.
         rollout_logps: the rollout engine's log-probabilities of the same tokens; needed for anchor="rollout"
-            and for engine corrections. If given, the gap between the engines is in the metrics.
+            and for engine corrections. If they are given, the metrics include the gap between the engines.
         route_weight: RSPO's router-shift weight gamma in [0, 1]; needed iff `objective.route_weight` is set.
         total_sequences, total_tokens: denominators over all micro-batches and processes that share one
             optimiser step (rows with at least one token; unmasked tokens). The sum of the micro-batch losses
-            is then exactly the loss of the whole batch. Where gradients are averaged over processes, multiply
-            by their number. Default: those of this call.
+            is then exactly the loss of the whole batch. If gradients are averaged over processes, multiply the loss by
+            the number of processes. Default: the totals of this call.
 
     Raises:
         ValueError: an unknown name, shapes that differ, a mask that is no mask, an input that the objective
@@ -160,27 +162,29 @@ def policy_loss(
     return LossOutput(loss=weighted_sum(token_loss, weights, keep), tokens=tokens)
 
 
-# -- what it starts from -----------------------------------------------------------------------------------------------
+# -- checked inputs, ratios and weights --------------------------------------------------------------------------------
 
 
-_IN_RANGE = 60.0  # nats, whose exponential and products with it float32 holds; no clip bound lies beyond
+_IN_RANGE = 60.0  # nats: e^60 and products with it are finite in float32; no clip bound is larger
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The resolved objective, what its gate sees, and each token's other weights by their names in `TokenValues`."""
+    """The resolved objective, its gate's inputs, and each token's other weights by their names in `TokenValues`."""
 
     objective: Objective
     inputs: GateInputs
     weights: dict[str, Tensor | None]
 
     def knobs(self) -> dict[str, float | int | None]:
-        """The values of the fields that the objective's gate reads."""
+        """Return the values of the objective's fields that its gate reads, by name."""
         return {name: getattr(self.objective, name) for name in GATES[self.objective.gate].knobs}
 
     def gated(self) -> Gated:
-        """The surrogate of each token under the objective's gate, before any correction weight. ValueError for a gate
-        that returns anything else: a mean over the sequence, say, which would count as each token's."""
+        """Return the surrogate of each token under the objective's gate, before any correction weight.
+
+        Raises ValueError for a gate that returns anything else, e.g. one value per sequence, which broadcasting would
+        give to each token."""
         found = GATES[self.objective.gate].surrogate(self._gate_inputs(), **self.knobs())
         shape = self.inputs.mask.shape
         if not (isinstance(found, Gated) and found.surrogate.shape == found.clipped.shape == shape):
@@ -193,17 +197,17 @@ class Terms:
         return found
 
     def _gate_inputs(self) -> GateInputs:
-        """Where a weight of 0 drops a token its ratio stays in the range of the dtype: 0 times infinity is NaN."""
+        """Return the gate's inputs, with the log-ratio of dropped tokens (weight 0) within 60 nats: 0 * inf is NaN."""
         weight, level = self.after_gate(), self.inputs.level_log_ratio
-        if weight is None or GATES[self.objective.gate].flow == "row":  # whose mean has the log-ratios of all tokens
+        if weight is None or GATES[self.objective.gate].flow == "row":  # its mean needs the log-ratios of all tokens
             return self.inputs
         bounded = level.detach().clamp(min=-_IN_RANGE, max=_IN_RANGE)
         return replace(self.inputs, level_log_ratio=torch.where(weight == 0, bounded, level))
 
     def after_gate(self) -> Float[Tensor, "B T"] | None:
-        """The product of the weights that multiply a token's surrogate; None if there are none.
+        """Return the product of the weights that multiply a token's surrogate; None if there are none.
 
-        A gate that takes a mean over the sequence has `log_route_weight` in it, so there it is not among them.
+        A gate that takes a mean over the sequence applies `log_route_weight` itself, so the product leaves it out.
         """
         weight, log_gamma = self.weights.get("correction_weight"), self.inputs.log_route_weight
         if log_gamma is None or GATES[self.objective.gate].flow == "row":
@@ -221,7 +225,9 @@ def prepare_terms(
     rollout_logps: Tensor | None,
     route_weight: Tensor | None,
 ) -> Terms:
-    """Check the arguments of `policy_loss`, compute what does not depend on the gate; raises as it says."""
+    """Check the arguments of `policy_loss` and return the terms that the gate starts from.
+
+    Raises as `policy_loss` does."""
     o = get_objective(objective) if isinstance(objective, str) else objective
     if not isinstance(o, Objective):
         raise ValueError(f"objective: expected a name of OBJECTIVES or an Objective, got {type(o).__name__}.")
@@ -252,7 +258,7 @@ def prepare_terms(
             entering = log_ratio + log_gamma
         else:
             after_clip = log_gamma
-    if rollout_logps is not None:  # without them only optional corrections are left: one engine, weight 1
+    if rollout_logps is not None:  # without them all corrections are optional: one engine sampled and scored, weight 1
         weights |= engine_weights(o.corrections, logps, old_logps, rollout_logps, advantage, keep)
     inputs = GateInputs(
         level_log_ratio=log_ratio_at_level(entering, keep, o.ratio),
@@ -268,7 +274,7 @@ def prepare_terms(
 def _router_shift(
     o: Objective, route_weight: Float[Tensor, "B T"], keep: Bool[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "B T"], dict[str, Tensor]]:
-    """RSPO: the logarithm of gamma above its floor, and what `TokenValues` says of it."""
+    """Return the logarithm of RSPO's gamma, raised to its floor, and gamma's fields of `TokenValues` by name."""
     if bool((keep & ((route_weight < 0) | (route_weight > 1))).any()):
         raise ValueError("route_weight: expected gamma of at least 0 and of at most 1 on tokens that count.")
     gamma = torch.where(keep, at_least_float32(route_weight.detach()), 1.0)
@@ -276,7 +282,7 @@ def _router_shift(
 
 
 def _refuse_not_finite(inputs: dict[str, Tensor | None], mask: Bool[Tensor, "B T"]) -> None:
-    """Raise for NaN or infinity on a token that counts; one look at the device for all inputs."""
+    """Raise FloatingPointError for NaN or infinity on a token that counts; synchronises with the device once."""
     wrong = {name: mask & ~torch.isfinite(x.detach()) for name, x in inputs.items() if x is not None}
     counts = torch.stack([where.sum() for where in wrong.values()]).tolist()
     for (name, where), count in zip(wrong.items(), counts, strict=True):
@@ -292,7 +298,7 @@ def _refuse_not_finite(inputs: dict[str, Tensor | None], mask: Bool[Tensor, "B T
 
 def _check_shapes(logps: Tensor, advantages: Tensor, others: dict[str, Tensor | None]) -> None:
     for name, given in {"logps": logps, "advantages": advantages, **others}.items():
-        if not isinstance(given, Tensor) and not (given is None and name in _WHY_NEEDED):  # these may be left out
+        if not isinstance(given, Tensor) and not (given is None and name in _WHY_NEEDED):  # these may be None
             what = "; pass its .logps" if hasattr(given, "logps") else ""
             raise ValueError(f"{name}: expected a tensor, got {type(given).__name__}{what}.")
     shape = tuple(logps.shape)
@@ -321,9 +327,9 @@ _WHY_NOT_FINITE = dict.fromkeys(("logps", "old_logps", "ref_logps", "rollout_log
 
 
 def loss_metrics(values: TokenValues) -> dict[str, Tensor]:
-    """Scalars about the tokens of one (mini-)batch; the names are defined in `LOSS_METRICS`.
+    """Return the scalar metrics of the tokens of one (mini-)batch by name; `LOSS_METRICS` defines the names.
 
-    Pass the tokens of the whole minibatch: means, minima and maxima of micro-batches do not add up. Without any token
+    Pass the tokens of the whole minibatch: means, minima and maxima of micro-batches cannot be added. Without any token
     every mean is 0.
     """
     mask, clipped, up = values.mask, values.clipped, values.advantages > 0

@@ -1,4 +1,4 @@
-"""The presets as one table, a row per method and a column per knob; written to `docs/methods.md` by
+"""Generator of `docs/methods.md`: all presets in one table, a row per method and a column per knob. Usage:
 
 python -m moe_rl.objectives.methods_table > docs/methods.md
 """
@@ -52,7 +52,7 @@ _COLUMNS = (
 
 
 def methods_markdown() -> str:
-    """The text of `docs/methods.md`, with a trailing newline."""
+    """Return the text of `docs/methods.md`, with a trailing newline."""
     rows = [_COLUMNS, tuple("---" for _ in _COLUMNS)]
     rows += [_row(name, preset.objective, preset.source) for name, preset in PRESETS.items()]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
@@ -65,7 +65,7 @@ def methods_markdown() -> str:
 
 
 def _gates() -> str:
-    """What `Objective` says of each gate."""
+    """Return the section on gates: the `gate` entries of the docstring of `Objective`."""
     text = inspect.getdoc(Objective) or ""
     lines = text[text.index("    gate: ") : text.index("    clip_low, clip_high: ")].splitlines(keepends=True)[1:]
     return (

@@ -1,10 +1,10 @@
-"""`Objective`: everything in which one policy-gradient method differs from another, as plain knobs."""
+"""`Objective`: a policy-gradient method as a dataclass of settings, one for each difference between methods."""
 
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
-from moe_rl.objectives import divergence, other_gates  # noqa: F401  (they register their gates)
+from moe_rl.objectives import divergence, other_gates  # noqa: F401  (importing them registers their gates)
 from moe_rl.objectives.advantages import Scale
 from moe_rl.objectives.bounds import FRACTION, NOT_NEGATIVE, POSITIVE, check_settings, unknown
 from moe_rl.objectives.corrections import Correction
@@ -131,7 +131,7 @@ class Objective:
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """Names of the optional arguments of `policy_loss` that this objective cannot do without.
+        """The optional arguments of `policy_loss` that this objective needs, by name.
 
         >>> sorted(Objective(kl_coef=0.04, anchor="rollout").needs)
         ['ref_logps', 'rollout_logps']
@@ -147,4 +147,4 @@ class Objective:
 
 
 OF_RATIOS = ("clip", "mask", "cap", "sequence_clip")
-"""Gates whose lower bound is a ratio; those of others are nats, probabilities, divergences or a width."""
+"""Gates with a lower bound on a ratio; the bounds of other gates are nats, probabilities, divergences or a width."""

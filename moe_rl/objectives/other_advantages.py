@@ -1,4 +1,4 @@
-"""Rewards -> advantages of other methods: RLOO, RFT, process supervision, GDPO. Rows of one group are adjacent."""
+"""Advantages of RLOO, RFT, process supervision and GDPO, computed from rewards. Rows of one group are adjacent."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ from moe_rl.objectives.ratios import as_bool_mask, at_least_float32, check_shape
 
 
 def leave_one_out_advantages(rewards: Shaped[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
-    """Each reward against the mean of the others in its group (RLOO, arXiv:2402.14740).
+    """Return each reward minus the mean of the other rewards in its group (RLOO, arXiv:2402.14740).
 
         A_i = r_i - (1/(G-1)) sum_{j != i} r_j = G/(G-1) (r_i - mean(group))
 
@@ -26,7 +26,7 @@ def leave_one_out_advantages(rewards: Shaped[Tensor, " B"], group_size: int) -> 
 
 
 def accepted_advantages(rewards: Float[Tensor, " B"], threshold: float | int = 0.5) -> Float[Tensor, " B"]:
-    """1 where the reward is above `threshold`, else 0: the coefficient of RFT (arXiv:2402.03300, A.1).
+    """Return 1 where the reward is above `threshold`, else 0: the coefficient of RFT (arXiv:2402.03300, A.1).
 
     Raises:
         ValueError: a reward is not finite.
@@ -42,20 +42,20 @@ def process_advantages(
     scale: Literal["std", "none"] | str = "std",
     eps: float | int = 1e-4,
 ) -> Float[Tensor, "B T"]:
-    """Process supervision: normalised step rewards, summed to returns-to-go (arXiv:2402.03300, 4.1.3).
+    """Return the advantages of process supervision: sums of normalised step rewards (arXiv:2402.03300, 4.1.3).
 
         r~_i[j] = (r_i[j] - mean(R)) / (std(R) + eps)
         A[i,t]  = sum of r~_i[j] over the steps j that end at or after t
 
     where R holds all step rewards of a group. Tokens after the last step get 0.
 
-    Differs: the paper leaves the standard deviation unspecified; here it is unbiased, plus eps.
+    Differs: the paper leaves the standard deviation unspecified; here it is the unbiased one plus eps.
 
     Args:
-        rewards: `[B,T]`, the reward of a step at its last token; anything elsewhere.
+        rewards: `[B,T]`, the reward of a step at its last token; other entries are ignored.
         step_ends: True or 1 at the last token of each step.
         group_size: G rows, adjacent; must divide B.
-        scale: "std", or "none" for the mean only.
+        scale: "std", or "none" to subtract the mean only.
         eps: added to the standard deviation, units of reward.
 
     Returns:
@@ -96,7 +96,7 @@ def decoupled_advantages(
     weights: Float[Tensor, " R"] | None = None,
     eps: float | int = 1e-4,
 ) -> Float[Tensor, " B"]:
-    """GDPO: each of R rewards normalised in its group, then summed, then normalised over the batch.
+    """Return the advantages of GDPO: each of R rewards is normalised in its group, and their sum over the batch.
 
         S_i = sum_k w_k A_i[k],   A_i = (S_i - mean(S)) / (std(S) + eps)          (arXiv:2601.05242)
 

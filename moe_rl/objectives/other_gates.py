@@ -1,5 +1,7 @@
-"""Gates of other methods: MiniRL's mask, a clip of whole sequences, no clip, no ratio, CISPO's cap, SAPO's sigmoid,
-GMPO's mean of clipped ratios, VESPO's gamma kernel."""
+"""Gates of methods other than PPO, GRPO and GSPO.
+
+MiniRL's mask, a clip of whole sequences, no clip, no ratio, CISPO's cap, SAPO's sigmoid, GMPO's mean of clipped
+ratios, and VESPO's gamma kernel."""
 
 import torch
 from jaxtyping import Float
@@ -13,7 +15,7 @@ _SATURATED = 50.0  # nats: sigma(tau (e^50 - 1)) is 1 and its slope 0 in float64
 
 @gate("mask", flow="logps")
 def mask_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Gated:
-    """MiniRL (arXiv:2512.01374): sg[M r] A log pi, with M = 0 exactly where `clip_gate` clips.
+    """Return the surrogate of MiniRL (arXiv:2512.01374), sg[M r] A log pi; M = 0 exactly where `clip_gate` clips.
 
     The gradient is that of `clip_gate`; only the reported value differs.
     """
@@ -24,9 +26,10 @@ def mask_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -
 
 @gate("sequence_clip", levels=("token",))
 def sequence_clip_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Gated:
-    """Token ratios under GSPO's trust region: r A, out of the gradient where `clip_gate` would clip at the ratio s of
-    the token's sequence, the geometric mean of its r (arXiv:2507.18071, eq. 7). Of no paper: it tells the level of the
-    ratio from the level of the clip.
+    """Return r A with token ratios under GSPO's trust region: a token is clipped where its sequence would be.
+
+    The clip is that of `clip_gate` at the geometric mean of the sequence's r (arXiv:2507.18071, eq. 7). No paper has
+    this gate: it separates the effect of the ratio's level from that of the clip's level.
     """
     sequence = log_ratio_at_level(x.token_log_ratio.detach(), x.mask, "sequence")
     clipped = outside_trust_region(sequence.exp(), x.advantages, 1.0 - clip_low, 1.0 + clip_high) & x.mask
@@ -36,7 +39,7 @@ def sequence_clip_gate(x: GateInputs, *, clip_low: float | int, clip_high: float
 
 @gate("none")
 def plain_gate(x: GateInputs) -> Gated:
-    """Plain importance sampling: r A (arXiv:2507.18071, eqs 8 and 11, where clipping is omitted)."""
+    """Return r A, plain importance sampling (arXiv:2507.18071, eqs 8 and 11, where clipping is omitted)."""
     return Gated(x.log_ratio.exp() * x.advantages, x.nowhere())
 
 
@@ -46,7 +49,7 @@ def _one(x: GateInputs) -> Float[Tensor, "B T"]:
 
 @gate("likelihood", flow="logps", importance=_one)
 def likelihood_gate(x: GateInputs) -> Gated:
-    """A log pi, the policy gradient without a ratio; SFT and RFT with A of 0 or 1 (arXiv:2402.03300, A.1)."""
+    """Return A log pi, the policy gradient without a ratio; SFT and RFT with A of 0 or 1 (arXiv:2402.03300, A.1)."""
     return Gated(x.logps * x.advantages, x.nowhere())
 
 
@@ -56,7 +59,7 @@ def _capped_ratio(x: GateInputs, *, clip_low: float | int, clip_high: float | in
 
 @gate("cap", flow="logps", importance=_capped_ratio)
 def cap_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Gated:
-    """CISPO (arXiv:2506.13585): sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi.
+    """Return the surrogate of CISPO (arXiv:2506.13585), sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi.
 
     The weight is bounded, but no token leaves the gradient: `clipped` is False everywhere.
     """
@@ -75,10 +78,10 @@ def _sigmoid_importance(
 
 @gate("sigmoid", importance=_sigmoid_importance)
 def sigmoid_gate(x: GateInputs, *, temperature_pos: float | int, temperature_neg: float | int) -> Gated:
-    """SAPO (arXiv:2511.20347): (4/tau) sigma(tau (r - 1)) A.
+    """Return the surrogate of SAPO (arXiv:2511.20347), (4/tau) sigma(tau (r - 1)) A.
 
     tau is temperature_pos where A > 0, else temperature_neg. The slope in r is sech^2(tau (r - 1)/2):
-    1 on-policy, fading smoothly on both sides. Nothing is clipped.
+    1 on-policy, and it fades smoothly on both sides. Nothing is clipped.
     """
     tau = choose(x.advantages > 0, temperature_pos, temperature_neg, x.log_ratio.dtype)
     ratio = x.log_ratio.clamp(max=_SATURATED).exp()
@@ -86,20 +89,20 @@ def sigmoid_gate(x: GateInputs, *, temperature_pos: float | int, temperature_neg
 
 
 def _geometric_mean(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Float[Tensor, "B T"]:
-    """The sequence's geometric mean of clipped ratios, on each of its tokens."""
+    """Return the geometric mean of a sequence's clipped ratios, on each of its tokens."""
     advantages, log_ratio = x.advantages, x.level_log_ratio  # the mean needs the ratio of every token
     clipped = outside_trust_region(log_ratio, advantages, -clip_low, clip_high)
     bounded = torch.where(clipped, choose(advantages > 0, clip_high, -clip_low, log_ratio.dtype), log_ratio)
     if x.log_route_weight is not None:
         bounded = bounded + x.log_route_weight
-    # A row without advantage has no gradient, however far its ratios are: not 0 times infinity.
+    # A row with advantage 0 gets no gradient, however large its ratios: 0 * inf would be NaN.
     bounded = bounded.masked_fill(~((advantages != 0) & x.mask).any(-1, keepdim=True), 0.0)
     return torch.where(x.mask, masked_row_mean(bounded, x.mask).exp()[:, None], 0.0)
 
 
 @gate("geometric", flow="row", levels=("token",), importance=_geometric_mean)
 def geometric_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Gated:
-    """GMPO (arXiv:2507.20673): geometric mean over a sequence of its clipped token ratios, times A.
+    """Return the surrogate of GMPO (arXiv:2507.20673): A times the geometric mean of the clipped token ratios.
 
         (prod_t |min(r A, clip(r, e^-clip_low, e^clip_high) A)|)^(1/|y|) sgn A
             = A exp((1/|y|) sum_t clipped log r),   clipped at +clip_high if A > 0, at -clip_low if A < 0
@@ -126,10 +129,10 @@ def _gamma_kernel(
 def gamma_gate(
     x: GateInputs, *, power_pos: float | int, decay_pos: float | int, power_neg: float | int, decay_neg: float | int
 ) -> Gated:
-    """VESPO (arXiv:2602.10693): sg[phi(r)] A log pi, phi(r) = r^power e^(decay (1 - r)).
+    """Return the surrogate of VESPO (arXiv:2602.10693), sg[phi(r)] A log pi, phi(r) = r^power e^(decay (1 - r)).
 
-    The kernel of a gamma density with phi(1) = 1; power and decay are `_pos` where A >= 0, else `_neg`. Small and
-    large ratios fade; nothing is clipped. The paper's r is that of whole sequences, ratio="sequence_product".
+    phi is the kernel of a gamma density with phi(1) = 1; power and decay are `_pos` where A >= 0, else `_neg`. Small
+    and large ratios fade; nothing is clipped. The paper's r is that of whole sequences, ratio="sequence_product".
     """
     weight = _gamma_kernel(x, power_pos=power_pos, decay_pos=decay_pos, power_neg=power_neg, decay_neg=decay_neg)
     return Gated(weight * x.advantages * x.logps, x.nowhere())

@@ -1,5 +1,6 @@
-"""What learns from pairs: the reward model of iterative GRPO (arXiv:2402.03300, algorithm 1); and DPO, with its place
-in the unified view of DeepSeekMath (there, A.1).
+"""Losses on preference pairs: the reward model of iterative GRPO, and DPO with its place among the other methods.
+
+Source: DeepSeekMath (arXiv:2402.03300), algorithm 1 for the reward model, A.1 for the unified view of the methods.
 
 Every method's gradient is an expectation of GC(q, o, t) * grad log pi(o_t | q, o_<t); they differ in the data
 and in the gradient coefficient GC:
@@ -25,19 +26,19 @@ from moe_rl.objectives.ratios import as_bool_mask, check_shapes, masked_row_sum,
 def sequence_margin(
     logps: Float[Tensor, "B T"], ref_logps: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
 ) -> Float[Tensor, " B"]:
-    """log pi(y) - log pi_ref(y) of each sequence, nats, summed over its tokens; with gradient."""
+    """Return log pi(y) - log pi_ref(y) of each sequence, nats, summed over its tokens; with gradient."""
     return masked_row_sum(token_log_ratio(logps, ref_logps, mask), as_bool_mask(mask))
 
 
 def dpo_coefficients(
     chosen_margin: Float[Tensor, " B"], rejected_margin: Float[Tensor, " B"], beta: float | int = 0.1
 ) -> Float[Tensor, " B"]:
-    """DPO's gradient coefficient of each pair (arXiv:2402.03300, A.1.4).
+    """Return DPO's gradient coefficient of each pair (arXiv:2402.03300, A.1.4).
 
         GC = sigma( beta (rejected_margin - chosen_margin) )
 
-    Every token of the chosen response has +beta GC, every token of the rejected one -beta GC; in (0, 1),
-    small where the policy already prefers the chosen response. Detached.
+    Every token of the chosen response has the coefficient +beta GC, every token of the rejected one -beta GC. GC is in
+    (0, 1), small where the policy already prefers the chosen response, and detached.
 
     Differs: the paper drops the constant factor beta.
 
@@ -50,7 +51,7 @@ def dpo_coefficients(
 def dpo_loss(
     chosen_margin: Float[Tensor, " B"], rejected_margin: Float[Tensor, " B"], beta: float | int = 0.1
 ) -> Float[Tensor, ""]:
-    """Direct preference optimisation (arXiv:2305.18290, eq. 7), a mean over pairs.
+    """Return the loss of direct preference optimisation (DPO; arXiv:2305.18290, eq. 7), a mean over pairs.
 
         L = -mean log sigma( beta (chosen_margin - rejected_margin) )
 
@@ -69,7 +70,7 @@ def dpo_loss(
 
 
 def reward_model_loss(chosen_scores: Float[Tensor, " B"], rejected_scores: Float[Tensor, " B"]) -> Float[Tensor, ""]:
-    """Bradley-Terry loss of a reward model, -mean log sigma(s_chosen - s_rejected) (arXiv:2203.02155).
+    """Return the Bradley-Terry loss of a reward model, -mean log sigma(s_chosen - s_rejected) (arXiv:2203.02155).
 
     Raises:
         ValueError: shapes that differ: every response would be paired with every other.
@@ -81,7 +82,7 @@ def reward_model_loss(chosen_scores: Float[Tensor, " B"], rejected_scores: Float
 def historical_sample(
     new: int, history: int, fraction: float | int = 0.1, *, generator: torch.Generator | None = None
 ) -> Int[Tensor, " H"]:
-    """Which historical samples to mix with `new` fresh ones, so that they are `fraction` of the whole.
+    """Draw the historical samples to mix with `new` fresh ones, such that historical ones are `fraction` of the mix.
 
         H = round( new * fraction / (1 - fraction) ), at most all of them        (10% in arXiv:2402.03300)
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (a table: one method, one row)
-"""Every method is one row of `PRESETS`: name, what it changes in another, source, departures from the source.
+"""`PRESETS`, the table of methods: name, settings that differ from another method, source, departures from the source.
 
 `docs/methods.md` is generated from this file: python -m moe_rl.objectives.methods_table > docs/methods.md
 """
@@ -13,7 +13,7 @@ from moe_rl.objectives.objective import Objective
 
 
 class Preset(NamedTuple):
-    """A method: its objective, where it comes from, and in what it departs from there."""
+    """A method: its objective, its source, and in what it departs from the source."""
 
     objective: Objective
     source: str
@@ -86,14 +86,14 @@ LEFT_OUT = {
     "ERPO, VCPO (arXiv:2602.17616)": "importance weights by groups of routes; learning rate by effective sample size and gradient norm: their equations were not seen.",
     "DPPO Top-K": "estimates the divergence from the K most probable tokens of both policies; the loss sees the sampled ones.",
 }  # fmt: skip
-"""Methods that are known and not here, each with the reason."""
+"""Known methods that have no preset, each with the reason."""
 
 
 def get_objective(name: str) -> Objective:
-    """The preset of that name.
+    """Return the objective of the preset `name`.
 
     Raises:
-        ValueError: there is none; the message has the nearest name.
+        ValueError: an unknown name; the message gives the most similar one.
     """
     if name not in OBJECTIVES:
         raise ValueError(unknown("objective", name, OBJECTIVES))

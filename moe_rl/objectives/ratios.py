@@ -1,5 +1,4 @@
-"""Log-ratios between the current policy and the one that the samples are anchored to; and how the values of tokens
-become one number.
+"""Log-ratios between the current policy and the anchor policy, and the aggregation of token values to one number.
 
 `mask` is True (or 1) on completion tokens. Values under a False mask may be anything, NaN and inf included:
 they reach neither a value nor a gradient, because they are replaced before any arithmetic.
@@ -19,7 +18,7 @@ Aggregate = Literal["sequence_mean", "token_mean", "sum", "constant"]
 
 
 def as_bool_mask(mask: Shaped[Tensor, "B T"], name: str = "mask") -> Bool[Tensor, "B T"]:
-    """A bool mask from a bool, integer or float 0/1 one, which an error calls `name`.
+    """Return a bool, integer or float mask of 0 and 1 as a bool mask; errors call it `name`.
 
     Raises:
         ValueError: an entry is neither 0 nor 1 (weights are not masks: put them into the advantages).
@@ -35,8 +34,9 @@ def as_bool_mask(mask: Shaped[Tensor, "B T"], name: str = "mask") -> Bool[Tensor
 
 
 def check_shapes(like: Tensor, others: Mapping[str, Tensor | None], name: str = "logps") -> None:
-    """Raises ValueError where a tensor has another shape than `like`, which is called `name`: broadcasting would hide
-    that tokens do not belong together."""
+    """Raise ValueError if a tensor has another shape than `like`, which errors call `name`.
+
+    Broadcasting would hide that the tensors are of different tokens."""
     for other, value in others.items():
         if value is not None and value.shape != like.shape:
             raise ValueError(
@@ -46,19 +46,19 @@ def check_shapes(like: Tensor, others: Mapping[str, Tensor | None], name: str = 
 
 
 def masked_row_sum(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """Sum over the unmasked tokens of each row; 0 for a fully masked row."""
+    """Return the sum over the unmasked tokens of each row; 0 for a fully masked row."""
     return torch.where(mask, values, 0.0).sum(-1)
 
 
 def masked_row_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """Mean over the unmasked tokens of each row; 0 for a fully masked row."""
+    """Return the mean over the unmasked tokens of each row; 0 for a fully masked row."""
     return masked_row_sum(values, mask) / mask.sum(-1).clamp(min=1)
 
 
 def token_log_ratio(
     logps: Float[Tensor, "B T"], old_logps: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """Log importance ratio of each token, nats (GSPO, arXiv:2507.18071, eq. 3, in logs).
+    """Return the log importance ratio of each token, nats (GSPO, arXiv:2507.18071, eq. 3, in logs).
 
         log w[i,t] = log pi(y[i,t] | x, y[i,<t]) - log pi_old(y[i,t] | x, y[i,<t])
 
@@ -87,7 +87,7 @@ def token_log_ratio(
 def sequence_log_ratio(
     logps: Float[Tensor, "B T"], old_logps: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
 ) -> Float[Tensor, " B"]:
-    """Length-normalised log ratio of each sequence, nats per token (arXiv:2507.18071, eq. 7, in logs).
+    """Return the length-normalised log-ratio of each sequence, nats per token (arXiv:2507.18071, eq. 7, in logs).
 
         log s[i] = (1/|y[i]|) sum_t log w[i,t]
 
@@ -105,7 +105,7 @@ def sequence_log_ratio(
 def log_ratio_at_level(
     log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], level: RatioLevel
 ) -> Float[Tensor, "B T"]:
-    """The log-ratio that multiplies each token's advantage, nats.
+    """Return the log of the ratio that multiplies each token's advantage, nats, at the given level.
 
     - "token": log w[i,t] itself (arXiv:2507.18071, eq. 3)
     - "sequence": log s[i] on every token of the sequence (eq. 7)
@@ -128,7 +128,7 @@ def log_ratio_at_level(
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Half-precision tensors, integers and bools in float32: a log-ratio is a small difference of large numbers."""
+    """Return `values` in float32, or as given if float64: a log-ratio is a small difference of large numbers."""
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
@@ -145,7 +145,7 @@ def aggregation_weights(
     total_tokens: float | int | Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Float[Tensor, "B T"]:
-    """The weight of each token in the aggregate; N counts rows with a token, M the unmasked tokens.
+    """Return the weight of each token in the aggregate; N counts rows with a token, M the unmasked tokens.
 
         "sequence_mean"  1/(N |y_i|)   GRPO, GSPO (arXiv:2507.18071, eqs 2, 13)
         "token_mean"     1/M           DAPO (arXiv:2503.14476, eq. 8)
@@ -153,7 +153,7 @@ def aggregation_weights(
         "constant"       1/(N L)       Dr.GRPO (arXiv:2503.20783), L = length_constant
 
     Differs: N does not count fully masked rows, so that adding one never changes the loss of the others. The
-    papers' 1/G counts sequences that all have tokens; there both agree.
+    papers' 1/G counts sequences that all have tokens; for these both agree.
 
     Args:
         mask: True or 1 on completion tokens.
@@ -161,7 +161,7 @@ def aggregation_weights(
         local_normalizer: for "token_mean", a mean over these rows alone, weighted by their share of
             `total_sequences`: BNPO's normalisation, which depends on how a batch is cut into micro-batches.
         total_sequences, total_tokens: N and M of all micro-batches and processes of one optimiser step;
-            default those of `mask`.
+            default: those of `mask`.
 
     Returns:
         `[B,T]`, detached; 0 in padding.
@@ -197,12 +197,12 @@ def aggregation_weights(
 def weighted_sum(
     values: Float[Tensor, "B T"], weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, ""]:
-    """`sum_it weights values` over the unmasked tokens; padding may hold anything, NaN included."""
+    """Return `sum_it weights values` over the unmasked tokens; padding may hold anything, NaN included."""
     return (torch.where(mask, values, 0.0) * weights).sum()
 
 
 def _at_least_one(total: float | int | Tensor) -> float | Tensor:
-    """A denominator that is never 0: without any token the numerator is 0 too."""
+    """Return `total`, but at least 1: a denominator that is never 0. Without any token the numerator is 0 too."""
     if isinstance(total, Tensor):
         return total.clamp(min=1)
     if not 0 <= total < float("inf"):
