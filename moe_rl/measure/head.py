@@ -54,7 +54,7 @@ def head_logps(
         d logp / d z_j = [j = target] - p_j            d H / d z_j = -p_j (l_j + H)
 
     The product is computed in the inputs' dtype, as in the model (under autocast, in autocast's dtype), all that
-    follows in fp32 (float64 for float64). The weight's gradient is summed over chunks in fp32.
+    follows in fp32 (float64 for float64), and so is the sum of the weight's gradient over chunks.
 
     Args:
         chunk_size: tokens whose logits are held at once; default `default_chunk(V, H)`.
