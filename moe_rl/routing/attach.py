@@ -37,8 +37,8 @@ def attach(model: nn.Module) -> Attachment:
     """Put idle hooks on a model: needed before `torch.compile`, useful where contexts are opened very often.
 
     If another model of the same class (a reference policy) is compiled without hooks in the same process, torch would
-    run that model's code for both: attach that model too, or set `torch._dynamo.config.skip_nnmodule_hook_guards =
-    False` first.
+    run that model's code for both: attach that model too, or first set
+    `torch._dynamo.config.skip_nnmodule_hook_guards = False`.
 
     Raises UnsupportedModelError if the model fails the self-check, RoutingError if it is compiled already.
     """

@@ -88,5 +88,6 @@ def _resuming(tap: Any, call: Any) -> Iterator[None]:
 
 
 def same(value: Any) -> Any:
-    """Return `value`: the function that `__reduce__` names, so that a pickled wrapper is loaded as what it wrapped."""
+    """Return `value`. `__reduce__` methods name this function, so that a pickled wrapper is loaded as the given
+    value."""
     return value

@@ -138,8 +138,8 @@ def _sums(planes: list[np.ndarray]) -> list[np.ndarray]:
 
 @cache
 def _network(n: int) -> list[tuple[int, int]]:
-    """Return the comparisons that sort n values: Batcher's merge exchange (Knuth, volume 3, algorithm 5.2.2M); 19 for n
-    = 8."""
+    """Return the comparisons that sort n values: Batcher's merge exchange (Knuth, volume 3, algorithm 5.2.2M);
+    19 for n = 8."""
     found, p = [], 1 << (n - 1).bit_length() >> 1
     while p:
         q, r, d = 1 << (n - 1).bit_length() >> 1, 0, p

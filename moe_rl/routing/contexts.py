@@ -40,7 +40,7 @@ from moe_rl.routing.sites import Site, boundary_of, find_sites
 _Parts = tuple[list[Any], ...]
 _Layout = tuple[_Parts, list[tuple[str, list[int], list[int], bool]], int]
 _Checked = tuple[Any, list[Selector], dict[tuple[bool, int], Selector]]
-# Caches of what is known about models; their keys are weak, so that no cache keeps a model alive.
+# Caches of what is known about live models. None of these caches keeps a model alive.
 _LAYOUTS: "weakref.WeakKeyDictionary[nn.Module, _Layout]" = weakref.WeakKeyDictionary()
 _TAPS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tap]]" = weakref.WeakKeyDictionary()
 _CHECKED: "weakref.WeakKeyDictionary[nn.Module, _Checked]" = weakref.WeakKeyDictionary()
