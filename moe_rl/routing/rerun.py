@@ -45,7 +45,7 @@ class _Run(NamedTuple):
         mode = (self.probe.mode or Selection)(self.name, self.probe, job)
         if not is_dynamo_compiling():
             mode.report = partial(_end, job)  # type: ignore[method-assign]  # for this mode only
-        copies = [a.clone() if isinstance(a, Tensor) else a for a in self.args]  # some routers scale their input in place
+        copies = [a.clone() if isinstance(a, Tensor) else a for a in self.args]  # some scale their input in place
         with torch.no_grad(), _unseen(), suppress(_Chosen), mode, watch:
             self.module.forward(*copies, **self.kwargs)
         if job.chosen is None:
@@ -81,14 +81,13 @@ def _unseen() -> Iterator[None]:
 
 
 class Rerun(Listener):
-    """Base class of contexts that run each router once more before its real run, and make the real run choose the
-    same."""
+    """Base class of contexts that run each router once more before its real run, and force the same choice there."""
 
     def begin(self, call: Call) -> None:
         call.disturb = self._once
 
     def _once(self, call: Call, tap: Tap, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Run a router once more, and force what it chose on its real run."""
+        """Run a router once more, and force the experts of that run on the real run."""
         if not call.open:  # a recomputation, which finds the choice in its job
             return
         job = call.job(index)
@@ -328,7 +327,7 @@ def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) ->
         bias = torch.zeros(len(names), max(experts), device=device_of(tap.boundary))
     if bias.shape != (len(names), max(experts)):
         raise RoutingError(f"bias must be [L,E] = {[len(names), max(experts)]}, got {list(bias.shape)}")
-    if nan := bias.isnan().nonzero().tolist():  # NaN would decide every choice; -inf is allowed: it leaves an expert out
+    if nan := bias.isnan().nonzero().tolist():  # NaN would decide every choice; -inf leaves an expert out
         site, expert = nan[0]
         raise RoutingError(f"bias of site {names[site]}, expert {expert} is NaN (one of {len(nan)})")
     for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
