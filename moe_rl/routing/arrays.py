@@ -149,8 +149,8 @@ def refuse_lost(lost: Bool[Tensor, "B T"]) -> None:
 
 
 def layers_of(sites: Sequence[str], num_layers: int, layers: Sequence[int] | None) -> list[int]:
-    """Return each site's index on an axis of `num_layers` layers: as given in `layers`, else by number or name of the
-    sites. Raises RoutingError if none fits."""
+    """Return each site's index on an axis of `num_layers` layers: as in `layers`, else by number or name. Raises
+    RoutingError if none fits."""
     chosen = list(layers) if layers is not None else _layers_by_name(sites, num_layers)
     distinct = len(set(chosen)) == len(chosen) == len(sites)
     if not distinct or not all(0 <= layer < num_layers for layer in chosen):

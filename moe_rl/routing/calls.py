@@ -124,8 +124,7 @@ class Call:
         return kept.all(-1)
 
     def forget(self) -> None:
-        """Drop all but the forced routes, which a recomputation needs: a late backward may keep this Call alive for
-        long."""
+        """Drop all but the forced routes, which a recomputation needs: a late backward may keep this Call alive."""
         self.tokens = self.mask = self.cache = None
         self.chosen = []
         for job in self.jobs:
@@ -150,8 +149,7 @@ class Listener:
 
 
 class Step(NamedTuple):
-    """Results of one call: tensors `[B,S,...]`, which stand behind `past` tokens of earlier calls on the same KV
-    cache."""
+    """Results of one call: tensors `[B,S,...]`, behind `past` tokens of earlier calls on the same KV cache."""
 
     parts: tuple[Tensor, ...]
     past: int
@@ -264,8 +262,7 @@ def _rows_of(call: Call, name: str, ids: Tensor | None) -> Tensor:
 
 
 def wrapped(routers: Routers, packed: Tensor, tokens: Tensor) -> RoutedExperts:
-    """Return RoutedExperts of packed ids and tokens (-1 = unknown), with the model and the transformers version in
-    `meta`."""
+    """Return RoutedExperts of packed ids and tokens (-1 = unknown), which say in `meta` where they come from."""
     meta: dict[str, Any] = {"model": routers.model, "class": routers.family, "transformers": transformers.__version__}
     if fixed := [name for name, fixed in zip(routers.names, routers.fixed, strict=True) if fixed]:
         meta["hash_routed"] = fixed  # a table over token ids, which may name an expert twice

@@ -22,8 +22,7 @@ SWITCH = "gradient_checkpointing"
 
 
 class Segments:
-    """Wrapper of a checkpoint function: the recomputation of a segment, however late, runs under the Call of its
-    forward."""
+    """Wrapper of a checkpoint function: a segment is recomputed, however late, under the Call of its forward."""
 
     def __init__(self, tap: Any, original: Callable[..., Any]) -> None:
         self.tap, self.original = tap, original
@@ -59,8 +58,7 @@ def refuse(error: Callable[[str], RoutingError], where: str) -> None:
 
 @torch.compiler.assume_constant_result
 def traced_by_hand(tap: Any) -> bool:
-    """Return whether code that is being compiled runs inside a checkpoint that is not followed, judged by Python's
-    stack."""
+    """Return whether code being compiled is in a checkpoint that is not followed, judged by Python's stack."""
     call = tap.call
     if threading.get_ident() in tap.resumed or not (call is None or call.grad):
         return False
@@ -69,8 +67,7 @@ def traced_by_hand(tap: Any) -> bool:
 
 @contextmanager
 def _resuming(tap: Any, call: Any) -> Iterator[None]:
-    """Context manager: run a segment of `call`, again or for the first time, with hooks even after the context was
-    left."""
+    """Context manager: run a segment of `call`, also again, with hooks even after the context was left."""
     thread = threading.get_ident()
     before, outer = tap.resumed.get(thread), tap.call
     hooked = tap.hook()
@@ -88,6 +85,5 @@ def _resuming(tap: Any, call: Any) -> Iterator[None]:
 
 
 def same(value: Any) -> Any:
-    """Return `value`. `__reduce__` methods name this function, so that a pickled wrapper is loaded as the given
-    value."""
+    """Return `value`: `__reduce__` methods name this function, so that unpickling yields the value."""
     return value

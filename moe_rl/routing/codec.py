@@ -64,8 +64,7 @@ def without_gaps(values: Rows) -> Rows:
 
 
 def check_ascending(rows: Rows, num_experts: int, repeats: bool = False) -> None:
-    """Raise ValueError unless each row is all sentinel, or has ascending ids below `num_experts` (with `repeats`: or
-    equal ids)."""
+    """Raise ValueError unless rows are all sentinel, or ascending ids below `num_experts` (`repeats`: or equal ids)."""
     live = np.iinfo(rows.dtype).max
     for start in range(0, len(rows), _ROWS):
         planes = planes_of(rows[start : start + _ROWS])
@@ -79,8 +78,7 @@ def check_ascending(rows: Rows, num_experts: int, repeats: bool = False) -> None
 
 
 def exchanges(old: Rows, new: Rows) -> tuple[Int[np.ndarray, " X"], UInt[np.ndarray, " X"], UInt[np.ndarray, " X"]]:
-    """Return what turns `old` into `new`, both with ascending rows: row, slot of the old row, expert that takes its
-    place.
+    """Return what turns `old` into `new`, both ascending: row, slot of the old row, expert that takes its place.
 
     The exchanges ascend by row, and by slot within a row. In a row that differs, all slots are exchanged if the row has
     no route, or names an expert twice, on either side.
@@ -103,8 +101,8 @@ def exchanges(old: Rows, new: Rows) -> tuple[Int[np.ndarray, " X"], UInt[np.ndar
 def with_exchanges(
     old: Rows, row: Int[np.ndarray, " X"], slot: UInt[np.ndarray, " X"], expert: UInt[np.ndarray, " X"]
 ) -> Rows:
-    """Return the new ascending rows, made by exchanges in the ascending rows `old`. Raises IndexError for a row or slot
-    that does not exist."""
+    """Return the rows, ascending, that the exchanges make of `old`, also ascending. Raises IndexError for a row or slot
+    that is not there."""
     new = old.copy()
     new[row, slot] = expert
     touched = row[np.append(True, row[1:] != row[:-1])[: len(row)]]
@@ -138,8 +136,8 @@ def _sums(planes: list[np.ndarray]) -> list[np.ndarray]:
 
 @cache
 def _network(n: int) -> list[tuple[int, int]]:
-    """Return the comparisons that sort n values: Batcher's merge exchange (Knuth, volume 3, algorithm 5.2.2M);
-    19 for n = 8."""
+    """Return the comparisons that sort n values (19 for n = 8). Batcher's merge exchange: Knuth, volume 3, algorithm
+    5.2.2M."""
     found, p = [], 1 << (n - 1).bit_length() >> 1
     while p:
         q, r, d = 1 << (n - 1).bit_length() >> 1, 0, p

@@ -47,8 +47,8 @@ _CHECKED: "weakref.WeakKeyDictionary[nn.Module, _Checked]" = weakref.WeakKeyDict
 
 
 def _walk(model: nn.Module) -> tuple[list[nn.Module], _Parts]:
-    """Return all modules of a model, each once, and lists of the names under which modules are held, of the classes,
-    and of weak references to the modules."""
+    """Return all modules of a model, each once, and three lists about them. The lists are the names under which modules
+    are held, the classes of the modules, and weak references to the modules."""
     modules, names, seen = [model], list[str](), {model}
     for module in modules:
         for name, child in module._modules.items():
@@ -85,8 +85,8 @@ def _layout_of(model: nn.Module) -> tuple[list[nn.Module], list[Site], PreTraine
 
 
 def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
-    """Return the tap of a model, self-checked in the mode that the model is in, and the names of its sites seen from
-    `model`."""
+    """Return the tap of a model and the names of its sites seen from `model`. The tap is self-checked in the mode that
+    the model is in."""
     modules, sites, boundary = _layout_of(model)
     selecting = _selecting(sites)
     known = _TAPS.get(boundary)
@@ -122,8 +122,8 @@ def taps_within(model: nn.Module) -> list[Tap]:
 
 
 def _selecting(sites: list[Site]) -> list[nn.Module]:
-    """Return the routers, the blocks around them and the modules in the blocks (the experts), without wrappers of
-    torch.compile."""
+    """Return the routers, the blocks around them and the modules in these blocks (the experts). If one of the last is
+    compiled, the module that was compiled is returned."""
     blocks = [block for site in sites for block in site.parents[:1]]
     held = (m for block in blocks for m in block._modules.values() if m is not None)
     return [*(m for site in sites for m in site.modules), *blocks, *(m._modules.get("_orig_mod") or m for m in held)]

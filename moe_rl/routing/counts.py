@@ -117,8 +117,9 @@ class ChangeCounts:
         }
 
     def rates(self) -> dict[str, float]:
-        """Return the fractions slot_change, site_change, token_change, and the mean jaccard of (token, site) pairs;
-        also flips_per_token (sites per token) and overdispersion (ratio of variances). NaN without a denominator.
+        """Return the change rates by name. These are the fractions slot_change, site_change, token_change; the mean
+        jaccard of (token, site) pairs; flips_per_token (sites per token); overdispersion (ratio of variances). NaN
+        without a denominator.
         """
         k = self.site_deviation.shape[1] - 1
         d = torch.arange(k + 1, device="cpu")
@@ -239,8 +240,7 @@ def _remedy(old: torch.Size, new: torch.Size) -> str:
 
 
 def in_order_of(old: RoutedExperts, new: RoutedExperts) -> RoutedExperts:
-    """Return `new` with its sites in the order of `old`. Raises RoutingError if sites or their numbers of experts
-    differ."""
+    """Return `new` with its sites in the order of `old`. Raises RoutingError if sites or numbers of experts differ."""
     if old.sites != new.sites:
         new = _named_alike(old, new)
         if missing := set(old.sites) ^ set(new.sites):
@@ -259,8 +259,7 @@ def in_order_of(old: RoutedExperts, new: RoutedExperts) -> RoutedExperts:
 
 
 def _named_alike(old: RoutedExperts, new: RoutedExperts) -> RoutedExperts:
-    """Return `new` with the site names of `old`, if one of the two was recorded on a part of the other's model; else
-    `new`."""
+    """Return `new` under the names of `old`, if one was recorded on a part of the other's model; else `new`."""
     pairs = list(zip(old.sites, new.sites, strict=False))
     if len(old.sites) != len(new.sites) or not all(within(a, b) for a, b in pairs):
         return new

@@ -1,5 +1,4 @@
-"""Test whether forced experts show, in any known form, in what a router returns and what its experts are called
-with."""
+"""Test whether forced experts show, in any known form, in what a router returns and its experts are called with."""
 
 from typing import Any
 
@@ -8,9 +7,9 @@ from torch import Tensor
 
 
 def kept_slots(forced: Tensor, output: Any, arrived: Any, num_experts: int) -> Tensor | None:
-    """Return which slots of `forced` `[N,K]` show unchanged: all; all but those of one id (a skip expert that is
-    remapped); or None if they do not. output: what the router returned; arrived: arguments of the modules beside the
-    router, which decide if they hold ids."""
+    """Return which slots of `forced` `[N,K]` show unchanged; None if they do not. Either all do, or all but those of
+    one id (a skip expert that is remapped). output: what the router returned; arrived: arguments of the modules beside
+    the router, which decide if they hold ids."""
     received = _ids_like(forced, arrived) or _ids_like(forced, output)
     if received:
         kept = [_unchanged(ids, forced) for ids in received]

@@ -155,8 +155,7 @@ def megablocks(
 
 
 def check_megablocks(dtype: torch.dtype, device: str) -> None:
-    """Raise UnsupportedExpertsError, before anything is loaded, if `megablocks` could not run; the message names all
-    that is missing.
+    """Raise UnsupportedExpertsError, before anything is loaded, if `megablocks` could not run, naming all it lacks.
 
     Args:
         dtype: the dtype that the experts will compute in.
@@ -218,8 +217,7 @@ def check_experts_name(name: str | None) -> None:
 
 
 def _check_kernels(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> None:
-    """Raise UnsupportedExpertsError for what the kernels of MegaBlocks and grouped_gemm lack, beyond
-    `check_experts`."""
+    """Raise UnsupportedExpertsError for what MegaBlocks' and grouped_gemm's kernels lack, beyond `check_experts`."""
     where, instead = type(experts).__name__, "Or choose experts_implementation='megablocks_reference'."
     device = hidden_states.device
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":

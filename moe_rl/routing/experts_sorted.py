@@ -104,8 +104,7 @@ def _is_swiglu(experts: Any) -> bool:
 
 
 def _run(node: Any, *inputs: Any) -> Tensor:
-    """Apply the autograd function `node`, or its forward alone if no gradient is wanted, which saves the cost of
-    autograd."""
+    """Apply the autograd function `node`; if no gradient is wanted, call its forward alone, which is faster."""
     return node.apply(*inputs) if torch.is_grad_enabled() else node.forward(_Untaped(), *inputs)
 
 
@@ -120,8 +119,7 @@ class _Untaped:
 
 
 def _kernel(*tensors: Tensor) -> bool:
-    """Return whether torch's grouped product takes these: it has no float64, and needs rows of multiples of 16
-    bytes."""
+    """Return whether torch's grouped product takes these: no float64, and rows of multiples of 16 bytes."""
     return hasattr(F, "grouped_mm") and all(
         t.dtype != torch.float64 and t.data_ptr() % 16 == 0 and all(n * t.itemsize % 16 == 0 for n in t.shape[1:])
         for t in tensors
@@ -139,8 +137,7 @@ def _products(x: Tensor, w: Tensor, slots: Slots) -> Tensor:
 
 
 def _outer_sums(x: Tensor, y: Tensor, slots: Slots) -> Tensor:
-    """Return `[E,in,out]`: sums of x^T y over the rows `[S,in]`, `[S,out]` of each expert; zeros for an expert without
-    rows."""
+    """Return `[E,in,out]`: sums of x^T y over the rows `[S,in]`, `[S,out]` of each expert; zeros if it has none."""
     if _kernel(x, y):
         return F.grouped_mm(x.T, y, offs=slots.offsets)
     out = x.new_empty(len(slots.sizes), x.shape[1], y.shape[1])
@@ -196,8 +193,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """Autograd function: sorted rows times their experts' matrices, weighted and summed by token:
-    `[S,in] -> [T,out]`."""
+    """Autograd function: sorted rows times their experts' matrices, weighted and summed by token. `[S,in] ->
+    [T,out]`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, weights: Tensor, transposed: bool, slots: Slots) -> Tensor:

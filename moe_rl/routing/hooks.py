@@ -171,8 +171,8 @@ class Tap:
         return Routers(tuple(names), fixed, self.probes, model, type(self.boundary).__name__)
 
     def scope(self, index: int, depth: int | None = None) -> tuple[nn.Module, ...]:
-        """Return the modules in which a site selects: the router, or the module that holds it `depth` levels up (DBRX);
-        default: the depth that the self-check found."""
+        """Return the modules in which a site selects: the router, or its holder (DBRX) `depth` levels up. The default
+        depth is that which the self-check found."""
         if depth is None:
             depth = self.probes[index].depth if self.probes else 0
         return self.sites[index].modules if depth == 0 else (self.sites[index].parents[depth - 1],)

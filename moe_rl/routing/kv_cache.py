@@ -16,8 +16,7 @@ CHANGED = (
 
 @no_type_check
 class CacheState:
-    """The state of a KV cache after a call, to recognise the call that continues on this cache and to see changes in
-    between.
+    """The state of a KV cache after a call, to recognise the call that continues on it and to see changes in between.
 
     The rows of the cache are still the same sequences if the cache holds the very tensors that it held, unchanged
     (torch counts the changes of a tensor), or views of them (a cropped cache). Where that cannot be seen (inference
@@ -63,9 +62,10 @@ def tokens_in(cache: Any) -> int:
 
 @no_type_check
 def _places(cache: Any) -> list[Any] | None:
-    """Return, for every tensor in the layers of a cache, the tensor itself (or the one of which it is a view), how
-    often that was written to, and where its first row is. Cropping changes none of these, along whichever axis the
-    tokens are. None if torch does not say (inference mode, torch.func)."""
+    """Return the identity and state of every tensor in the layers of a cache, or None if torch does not tell these. For
+    each tensor: what it is (or is a view of), how often that was written to, and which row of it is the first. Cropping
+    changes none of these, along whichever axis the tokens are. torch does not tell in inference mode and under
+    torch.func."""
     found: list[Any] = []
     for layer in getattr(cache, "layers", ()):
         for value in vars(layer).values():
@@ -84,9 +84,9 @@ def _places(cache: Any) -> list[Any] | None:
 
 @no_type_check
 def _sums(cache: Any) -> Tensor | None:
-    """Return `[B,T]` sums over the bits of one layer's keys (integers, so that the order of summation cannot matter),
-    or None. The layer is the first that keeps the keys of all tokens, because those of a sliding window move when it is
-    cropped; if there is none, the first layer."""
+    """Return `[B,T]` sums over the bits of one layer's keys, or None. The sums are of integers, so that their order
+    cannot matter. The layer is the first that keeps the keys of all tokens, because those of a sliding window move when
+    it is cropped; if there is none, the first layer."""
     layers = getattr(cache, "layers", ())
     whole = [layer for layer in layers if not getattr(layer, "is_sliding", False)]
     for layer in (*whole, *layers):

@@ -44,7 +44,7 @@ class Moved:
         )
 
     def take(self: Made, index: Int[Tensor, "r n"]) -> Made:
-        """Return the routes of single tokens in other places: `index[i,j]` is a flat position in `[B*T]`, or -1 for a
+        """Return the routes of single tokens in other places. `index[i,j]` is a flat position in `[B*T]`, or -1 for a
         row without a route and with an unknown token."""
         at = index.to(self.device)
         nothing, at = (at < 0).flatten(), at.flatten().clamp(min=0)
@@ -137,8 +137,8 @@ def move_tokens(
     target: Bool[Tensor, "B T_target"],
     fill: int,
 ) -> Integer[Tensor, "B T_target *rest"]:
-    """Return `values` moved from the n-th True position of `source` to the n-th True position of `target`, with `fill`
-    elsewhere and for positions of `source` behind the end of `values`."""
+    """Move `values` from the n-th True position of `source` to the n-th True position of `target`. Other positions of
+    `target` get `fill`, and so do those whose `source` lies behind the end of `values`."""
     b, t = values.shape[:2]
     extra = values.new_full((b, source.shape[1] - t, *values.shape[2:]), fill)
     moved = values.new_full((b, target.shape[1], *values.shape[2:]), fill)

@@ -190,7 +190,7 @@ class FromOthers:
         num_experts: NumExperts = 64,
         meta: Mapping[str, Any] | None = None,
     ) -> Made:
-        """Make routes `[1,count,L,K]` of one checkpoint of CMU-FLAME/FLAME-MoE-Traces (`actives/iter_NNNN`); needs
+        """Make routes `[1,count,L,K]` of one checkpoint (`actives/iter_NNNN`) of CMU-FLAME/FLAME-MoE-Traces. Needs
         pyarrow.
 
         The traces are one row of tokens, the same at every checkpoint, so that two checkpoints compare at once:
@@ -220,8 +220,8 @@ class FromOthers:
         tokens: Tensor | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> Made:
-        """Make routes of vLLM's `CompletionOutput.routed_experts`: per sequence `[P+G-1, num_layers, K]` integers, or
-        the text in which vLLM's server sends them.
+        """Make routes of vLLM's `CompletionOutput.routed_experts`: per sequence `[P+G-1, num_layers, K]` integers. The
+        text in which vLLM's server sends them is read, too.
 
         sites: as `config_or_sites` of the other constructors.
         layers: index of each site along the engine's layer axis, which counts dense layers too (zero rows).
@@ -283,8 +283,8 @@ def _made(
     tokens: Tensor | None,
     meta: Mapping[str, Any] | None,
 ) -> Any:
-    """Return routes whose number of experts is `given`, else `known` from the configuration, else the largest id plus
-    one."""
+    """Return the routes. Their sites have `given` experts, else the number `known` from the configuration, else the
+    largest id plus one."""
     experts = given if given is not None else known if known is not None else max(1, int(ids.max()) + 1)
     return cls(ids, names, experts, tokens=tokens, meta=meta)
 

@@ -53,7 +53,7 @@ def repacked(packed: UInt[Tensor, "*rows"], num_experts: int) -> UInt[Tensor, "*
 
 
 def words(packed: UInt[Tensor, "*rows"]) -> Integer[Tensor, "*rows"]:
-    """Return a view of packed ids in a dtype that every torch kernel knows: few know uint16, least of all indexed
+    """Return a view of packed ids in a dtype that every torch kernel knows. Few know uint16, least of all indexed
     writes."""
     return packed.view(torch.int16) if packed.dtype == torch.uint16 else packed
 
@@ -68,8 +68,7 @@ def is_live(packed: UInt[Tensor, "*rows"]) -> Bool[Tensor, "*rows"]:
 
 @no_type_check
 def hide(tokens: Tensor, attended: Tensor) -> Tensor:
-    """Return `[B,T]` token ids, with -2 - id for those that the mask hides: one tensor, which is moved and cut as
-    one."""
+    """Return `[B,T]` token ids, with -2 - id for those that the mask hides: one tensor, moved and cut as one."""
     return torch.where(attended, tokens, -2 - tokens)
 
 
@@ -83,8 +82,7 @@ def shown(tokens: Tensor) -> Tensor:
 
 
 def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
-    """Pack plain ids (-1 = no route) in the smallest dtype that holds them, rows with a -1 as all sentinel; one
-    sync."""
+    """Pack plain ids (-1 = no route) in the smallest possible dtype, rows with a -1 as all sentinel; one sync."""
     check_integers(ids)
     if ids.numel() == 0:
         return ids.to(torch.uint8)
@@ -132,8 +130,7 @@ def token_mask(mask: Shaped[Tensor, "..."], like: Shaped[Tensor, "... L K"]) -> 
 
 
 def as_mask(mask: Any, name: str = "mask") -> Bool[Tensor, "..."]:
-    """Return the mask as bool. Raises RoutingError for anything but tensors, and for other values than 0 and 1
-    (labels)."""
+    """Return the mask as bool. Raises RoutingError for no tensor, and for other values than 0 and 1, as labels have."""
     check_tensor(mask, name)
     if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
         raise RoutingError(f"{name}: expected only 0 and 1 (or bool), got other values; it says which tokens count")
@@ -158,12 +155,12 @@ def rows_at_once(ids: Tensor) -> int:
 def differing_rows(
     old: Integer[Tensor, "N K"], new: Integer[Tensor, "N K"]
 ) -> tuple[Int[Tensor, " D"], UInt[Tensor, " D"], Bool[Tensor, " N"] | None]:
-    """Return indices of rows whose sets differ, K - |old ∩ new| of each, and which rows have a route on both sides
-    (None: all).
+    """Return indices of rows whose sets differ, K - |old ∩ new| of each, and which rows are routed on both sides.
 
-    Rows are first compared as machine words, 16 bytes read and one written for K = 8 of up to 255 experts. Only the
-    rows that differ, because of other sets or only of another order, are then compared slot by slot. Rows in ascending
-    order, and others where the order stayed, therefore cost little more than reading them.
+    The last is None if all rows have a route on both sides. Rows are first compared as machine words, 16 bytes read and
+    one written for K = 8 of up to 255 experts. Only the rows that differ, because of other sets or only of another
+    order, are then compared slot by slot. Rows in ascending order, and others where the order stayed, therefore cost
+    little more than reading them.
     """
     a, b = (compact(x) if x.dtype.is_signed else x for x in (old, new))
     if a.dtype != b.dtype:  # their sentinels differ

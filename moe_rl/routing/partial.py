@@ -15,8 +15,8 @@ Holes = Literal["none", "rows", "slots"]
 
 
 def restricted(packed: Tensor, holes: Holes, tokens: Tensor | None, slots: int | None) -> tuple[Tensor, Holes]:
-    """Return packed routes `[B,T,L,K]` with the sentinel in all but the given tokens (bool `[B,T]`) and the first
-    slots, and their holes."""
+    """Return packed routes `[B,T,L,K]` limited to some tokens (bool `[B,T]`) and to the first slots, and their holes.
+    The sentinel is in all other places."""
     batch, length, _, k = packed.shape
     live = packed.new_full((), torch.iinfo(packed.dtype).max)
     if tokens is not None:
@@ -44,8 +44,7 @@ def is_held(forced: Tensor, num_experts: int) -> Tensor:
 
 @no_type_check
 def fill(forced: Tensor, live: Tensor, scores: Tensor, holes: Holes) -> Tensor:
-    """Return `forced` with each -1 decided live: a whole row as the router would; single slots by the best of the
-    rest."""
+    """Return `forced` with each -1 decided live: a whole row by the router, single slots by the best of the rest."""
     if holes == "none":
         return forced
     rows = forced >= 0
@@ -59,8 +58,9 @@ def fill(forced: Tensor, live: Tensor, scores: Tensor, holes: Holes) -> Tensor:
 
 @no_type_check
 def completed(own: Int[Tensor, "N K"], other: Int[Tensor, "N K"]) -> Int[Tensor, "N K"]:
-    """Return what an inner and an outer context force together: `own`, with each -1 filled, in order, from the experts
-    in the same row of `other` that `own` does not have. What remains -1 has no expert in either.
+    """Return what an inner context (`own`) and an outer one (`other`) force together. Each -1 of `own` is filled, in
+    order, from the experts in the same row of `other` that `own` does not have; what remains -1 has no expert in
+    either.
 
     >>> completed(torch.tensor([[5, -1, -1], [-1, -1, -1]]), torch.tensor([[2, 5, 3], [2, 5, -1]])).tolist()
     [[5, 2, 3], [2, 5, -1]]

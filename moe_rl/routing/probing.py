@@ -50,8 +50,7 @@ class Seen:
         return [value for _, arguments in self.arrived for value in arguments.values()]
 
     def arrival_of(self, ids: Tensor) -> tuple[str, int | str] | None:
-        """Return the module beside the router that is called once with just these ids, and the place of that argument;
-        else None."""
+        """Return the module beside the router that is called once with just these ids, and their place; else None."""
         names = [name for name, _ in self.arrived]
         for name, arguments in self.arrived:
             for place, value in arguments.items():

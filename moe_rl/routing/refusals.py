@@ -69,8 +69,7 @@ def compiled_checkpoints(model: str) -> RoutingError:
 
 
 def without_batch(given: object) -> RoutingError:
-    """Return the error of a call whose batch and length are unknown; given: came in place of input_ids or
-    inputs_embeds."""
+    """Return the error of a call without known batch and length; given: in place of input_ids or inputs_embeds."""
     got = f"a tensor {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
     return RoutingError(
         "cannot tell batch and length of this call: expected a tensor, input_ids [B,S] or inputs_embeds [B,S,d], got "
@@ -111,8 +110,8 @@ def unchecked_mode(site: str, training: bool) -> RoutingError:
 
 
 def selects_otherwise(site: str, calls: int, checked: int, by_max: bool) -> RoutingError:
-    """Return the error of a changed selection; calls, checked: how often the router asked for the best experts, now and
-    when it was checked."""
+    """Return the error of a router that selects in another way. calls, checked: how often the router asked for the best
+    experts, now and when it was checked."""
     return RoutingError(
         f"site {site}: the router made {calls} {'max' if by_max else 'topk'} calls, {checked} when it was checked: "
         "it selects in another way now (a branch for other inputs, a forward that was replaced?), so that its "
@@ -203,8 +202,7 @@ def other_sites(sites: int, given: int, missing: Sequence[str], unknown: Sequenc
 
 
 def several_sites(pairs: Sequence[tuple[str, str]]) -> RoutingError:
-    """Return the error of an ambiguous site; pairs: of a site of the routes and a site of the model that may have its
-    name."""
+    """Return the error of an ambiguous name; pairs: of a site of the routes and one of the model that may be meant."""
     name, one, other = next((a, i, j) for n, (a, i) in enumerate(pairs) for b, j in pairs[:n] if a == b)
     return RoutingError(
         f"the routes' site {name} may be {other} or {one} of this model: name the sites of the routes in full, as "
@@ -229,7 +227,7 @@ def other_batch(routes: tuple[int, int], call: tuple[int, int], cached: int) -> 
 
 
 def other_tokens(known: Tensor, given: Tensor, wrong: Tensor, past: int) -> RoutingError:
-    """Return the error of routes for other tokens; known, given: tokens `[B,S]` of the routes and of the call; wrong:
+    """Return the error of routes for other tokens. known, given: tokens `[B,S]` of the routes and of the call; wrong:
     where routes are forced and these tokens differ."""
     b, t = wrong.nonzero()[0].tolist()
     return RoutingError(
@@ -241,8 +239,8 @@ def other_tokens(known: Tensor, given: Tensor, wrong: Tensor, past: int) -> Rout
 
 
 def bare_padding(bare: Tensor, past: int) -> RoutingError:
-    """Return the error of a forgotten mask; bare: `[B,S]`, tokens in front of others that only the recorded call
-    hid."""
+    """Return the error of padding that is hidden no more. bare: `[B,S]`, tokens in front of others that the recorded
+    call hid, and this one does not."""
     b, t = bare.nonzero()[0].tolist()
     return RoutingError(
         f"these routes were recorded with an attention mask that hides {int(bare.sum())} tokens of padding in front of "

@@ -1,5 +1,4 @@
-"""Replay of routes: given experts are forced on the calls of a model, and rows proven to reach the experts are
-counted."""
+"""Replay of routes: given experts are forced on calls of a model, and rows proven to reach the experts are counted."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -131,8 +130,8 @@ class Replay(Listener):
             self._judge(call, packed, tokens, given)
 
     def _judge(self, call: Call, packed: Tensor, tokens: Tensor, given: Tensor) -> None:
-        """Raise RoutingError for wrong tokens at forced rows, and for padding that is hidden no more; not every
-        difference is wrong. In a compiled call errors are only counted."""
+        """Raise RoutingError for wrong tokens at forced rows, and for padding that is hidden no more. Not every
+        difference is wrong. Errors of a compiled call are only counted."""
         forced = (packed != self._sentinel).any(-1).any(0)
         known, now = shown(tokens), shown(given)
         wrong = (known != now) & (known >= 0) & forced
@@ -188,8 +187,7 @@ class Replay(Listener):
             self._prove_once()
 
     def _prove_once(self) -> None:
-        """Raise RoutingError unless each row with a route was forced, all others were left live, and nothing more
-        ran."""
+        """Raise RoutingError unless each row with a route was forced, others were left live, and nothing more ran."""
         forced, (_, B, T, _) = self.forced_rows, self._packed.shape
         live, left = self._choices * B * T - forced, self.live_rows - self._beyond
         if (self.replayed_rows, left) != (forced, live):
@@ -235,8 +233,7 @@ class Replay(Listener):
 
 
 def _aligned(routes: RoutedExperts, names: list[str], chosen: set[int], tap: Tap) -> dict[int, int]:
-    """Return the position in the routes of each site of the model. Raises RoutingError if the routes are of another
-    model."""
+    """Return the positions in the routes of the sites of the model. Raises RoutingError for routes of another model."""
     given = routes.sites
     exact = {name: j for j, name in enumerate(given)}
     found = {i: exact[name] for i, name in enumerate(names) if name in exact}

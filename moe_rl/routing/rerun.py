@@ -28,8 +28,7 @@ from moe_rl.routing.sequential_max import WithLogits
 
 
 class _Run(NamedTuple):
-    """A router that is about to run: its index among the sites, name, Selector, module, arguments and selection
-    bias."""
+    """A router that is about to run: its index among the sites, name, Selector, module, arguments, selection bias."""
 
     site: int
     name: str
@@ -58,7 +57,7 @@ class _Chosen(Exception):
 
 
 def _end(job: Job, ids: Tensor, *_: Any) -> None:
-    """Store the choice and end the run: replaces `Selection.report`, so that nothing behind the choice runs (in DBRX's
+    """Store the choice and end the run, in place of `Selection.report`. Nothing behind the choice runs (in DBRX's
     block, the experts)."""
     job.chosen = ids.reshape(-1, ids.shape[-1])
     raise _Chosen
@@ -208,7 +207,7 @@ class Margins(Reading):
 
 
 class RouterLogits(Reading):
-    """Recorded input and logits of every router: `.inputs` `[B,T,L,H]`, `.logits` `[B,T,L,E]`, detached, float32 or
+    """Recorded input and logits of every router: `.inputs` `[B,T,L,H]`, `.logits` `[B,T,L,E]`. Detached, float32 or
     wider."""
 
     def choose(self, run: _Run) -> Tensor:
@@ -295,8 +294,7 @@ def record_router_logits(model: nn.Module) -> Iterator[RouterLogits]:
 
 
 def _with_logits(model: nn.Module) -> tuple[Tap, list[str]]:
-    """Return `acquire(model)`. Raises UnsupportedModelError if the logits of a router are not made by one linear
-    map."""
+    """Return `acquire(model)`. Raises UnsupportedModelError if a router's logits are not made by one linear map."""
     tap, names = acquire(model)
     for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
         if probe.logits < 0 and not site.fixed:

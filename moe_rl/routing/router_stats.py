@@ -35,7 +35,7 @@ def expert_load(
 
 
 def load_cv(load: Int[Tensor, "L E"]) -> Float[Tensor, " L"]:
-    """Return the coefficient of variation of the load: std / mean over experts (divisor E), float64, NaN without
+    """Return the coefficient of variation of the load: std / mean over experts (divisor E). float64, NaN without
     tokens.
 
     An even load gives 0; all tokens on K of E experts give sqrt(E/K - 1). Negative counts stand for no expert

@@ -161,8 +161,7 @@ class RoutedExperts(FromOthers, Moved, Stored):
         return known
 
     def equal(self, other: "RoutedExperts") -> bool:
-        """Return whether sites, num_experts, ids (slot order included), and tokens where both know theirs, are
-        equal."""
+        """Return whether sites, num_experts, ids (slot order included), and tokens if both know theirs, are equal."""
         if self.sites != other.sites or self._experts != other._experts or self.shape != other.shape:
             return False
         mine, theirs = self.tokens, other.tokens

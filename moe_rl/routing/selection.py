@@ -93,7 +93,7 @@ class Job:
     imposed: int = 0  # by this many replays
 
     def is_answer(self, ids: Tensor) -> bool:
-        """Return whether `ids` are the very ids that the router was given, never written to: then they are what was
+        """Return whether `ids` is the very tensor that the router was given, never written to. If so, it holds what was
         forced."""
         return self.answer is not None and self.answer[0] is ids and self.answer[1] == ids._version
 
@@ -104,8 +104,7 @@ class Job:
         self.chosen = self.live = self.best = self.scores = None
 
     def impose(self, forced: Tensor, holes: Holes) -> None:
-        """Force the ids of one more replay; where two replays force a slot, the later one (the inner replay)
-        decides."""
+        """Force the ids of one more replay; where two force a slot, the later one (the inner replay) decides."""
         self.imposed += 1
         if self.forced is not None and holes != "none":
             forced = completed(forced, self.forced)
@@ -124,8 +123,7 @@ def beneath(frame: FrameType | None) -> bool:
 
 @no_type_check
 def stack(until: FrameType | None) -> tuple[bool, bool]:
-    """Return whether the caller's caller runs beneath the frame `until`, and whether a checkpoint function lies
-    between.
+    """Return whether the caller's caller runs beneath the frame `until`, and whether there is a checkpoint between.
 
     Checkpoint functions are recognised by file name, because nothing else in torch says, before it happens, that a
     forward will be run again.

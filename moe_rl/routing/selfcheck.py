@@ -127,8 +127,8 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
 
 
 def _last_of(widths: list[int], experts: int) -> int:
-    """Return which linear map (counted among all of the router's) makes the logits: the last one at least as wide as
-    the number of experts; -1 if there is none."""
+    """Return which linear map of the router (counted among all of them) makes the logits. It is the last one at least
+    as wide as the number of experts; -1 if there is none."""
     wide = [i for i, width in enumerate(widths) if width >= experts]
     return wide[-1] if wide else -1
 
@@ -140,8 +140,8 @@ def _output_ids(seen: Seen, probe: Selector) -> Tensor:
 
 
 def _same_output(tap: Tap, plain: Tensor, own: list[Tensor], batch: int, length: int) -> None:
-    """Raise UnsupportedModelError if replaying the model's own routes changes its output: by one bit, or by more than
-    noise if its kernels are not deterministic."""
+    """Raise UnsupportedModelError if replaying the model's own routes changes its output. No bit may change, or no more
+    than the noise of kernels that are not deterministic."""
     forced = [ids.reshape(-1, p.k) for ids, p in zip(own, tap.probes, strict=True)]
     output, used = forced_forward(tap, forced, batch, length)
     for index, (chosen, ids) in enumerate(zip(used, forced, strict=True)):
@@ -191,8 +191,7 @@ def _force_others(tap: Tap, probes: list[Selector], length: int) -> None:
 def _check_gates(
     tap: Tap, probes: list[Selector], forced: list[Tensor], kept: list[Tensor | None], seen: list[Seen], length: int
 ) -> None:
-    """Raise UnsupportedModelError unless the gates of forced experts come from their own scores, whatever the live
-    choice is.
+    """Raise UnsupportedModelError unless gates of forced experts come from their own scores, whatever the live choice.
 
     The same experts are forced twice, with the same logits: once the logits of all others are lower, so that the forced
     experts are the live choice, and once they are higher than those of all but the first forced experts. No gate may be
@@ -244,8 +243,8 @@ def _gates(seen: Seen, kept: Tensor) -> list[Tensor]:
 
 
 def _settable(probes: list[Selector], forced: list[Tensor], others: float) -> Any:
-    """Return a function from a router's index to a mode that sets its logits: those of forced experts, and all others
-    above (`others` > 0) or below those."""
+    """Return a function from a router's index to a mode that sets the logits of this router. The logits of all other
+    experts are below those of the forced experts or, if `others` > 0, above all but the first of those."""
 
     def mode(index: int) -> TorchFunctionMode:
         probe, ids = probes[index], forced[index]

@@ -1,5 +1,5 @@
-"""Modes for routers whose selection is not one plain `topk` (those that mask closed groups of experts, and Phi-MoE),
-and a mode that reads and changes a router's logits."""
+"""Modes for routers that do not select by one plain `topk`, and a mode that reads and changes a router's logits. The
+first are for routers that mask closed groups of experts, and for Phi-MoE."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +15,11 @@ from moe_rl.routing.traced import no_type_check
 
 @no_type_check
 class SequentialMax(Selection):
-    """Mode for Phi-MoE's sparsemixer: k times a `max` over the remaining scores (in train mode: of a sample), no
-    `topk`.
+    """Mode for Phi-MoE's sparsemixer, which takes k times a `max` of the remaining scores (in train mode, of a sample).
 
-    The `max` of slot j returns the forced expert. The threshold stays that of the live maximum, and the mask
-    drawn around this maximum is opened for the expert of slot j, so that its gate is never zero. Shadow reports the top
-    k of the logits.
+    It makes no `topk` call. The `max` of slot j returns the forced expert. The threshold stays that of the live
+    maximum, and the mask drawn around this maximum is opened for the expert of slot j, so that its gate is never zero.
+    Shadow reports the top k of the logits.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -103,8 +102,7 @@ class MaskedSelection(Selection):
 
 
 class WithLogits(TorchFunctionMode):
-    """Mode that hands the router's input and logits to `become`, and continues with the logits that `become`
-    returns."""
+    """Mode that hands the router's input and logits to `become`, and continues with the logits it returns."""
 
     def __init__(self, probe: Selector, become: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Shadow routing: what routers would have chosen while a replay forced other experts, and by how much they prefer
-it."""
+"""Shadow routing: what routers would have chosen while a replay forced other experts, and how much better that is."""
 
 from typing import Any
 
@@ -17,8 +16,7 @@ from moe_rl.routing.traced import no_type_check
 
 @no_type_check
 class ShadowReplay(Replay):
-    """A replay whose routers also rank live: `.shadow` is what they would have chosen, `.regret` by how much they
-    prefer it."""
+    """A replay whose routers also rank live: `.shadow` is what they would have chosen, `.regret` how much better."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

@@ -89,8 +89,8 @@ def find_sites(model: nn.Module) -> list[Site]:
 
 
 def router_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of all routers, each once, adapters on them (LoRA) included: to freeze them, or to give
-    them a learning rate of their own. A correction bias on the scores that is a buffer is not among them."""
+    """Return the parameters of all routers, each once, adapters on them (LoRA) included. Use: to freeze them, or to
+    give them a learning rate of their own. A correction bias on the scores that is a buffer is not among them."""
     names = {site.name for site in find_sites(model)}
     held = (m.parameters() for name, m in model.named_modules() if canonical_site(name) in names)
     return list(dict.fromkeys(parameter for parameters in held for parameter in parameters))
@@ -100,7 +100,7 @@ routing_sites = find_sites
 
 
 def boundary_of(model: nn.Module, sites: list[Site]) -> PreTrainedModel:
-    """Return the innermost transformers model that holds every site: one call of that model is one forward, however it
+    """Return the innermost transformers model that holds every site. One call of that model is one forward, however it
     is called. Raises UnsupportedModelError if there is none."""
     for holder in sites[0].parents:
         if isinstance(holder, PreTrainedModel) and all(any(p is holder for p in s.parents) for s in sites):
