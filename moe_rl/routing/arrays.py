@@ -1,4 +1,4 @@
-"""Other people's arrays -> ids `[B,T,L,K]`: what engines return for each sequence, and what trainers have padded."""
+"""Conversion of arrays to ids `[B,T,L,K]`: per-sequence arrays of inference engines, padded arrays of trainers."""
 
 import base64
 import binascii
@@ -16,18 +16,18 @@ from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.packing import LIVE, as_mask, as_tensor, check_integers
 
 NPY = b"\x93NUMPY"  # how a .npy file begins
-FEW_SITES = 8  # at so many a token that is sent to expert 0 everywhere is taken for one that was not captured
+FEW_SITES = 8  # if K = 1: with at least so many sites, a token with expert 0 at every site counts as not captured
 
 
 def ids_from_engine(
     given: Sequence[np.ndarray | str | bytes], sites: Sequence[str], layers: Sequence[int] | None, mask: Tensor | None
 ) -> Int[Tensor, "B T L K"]:
-    """Per-sequence arrays `[rows, layers, K]` of all hidden layers -> ids of the routed ones, padded with -1.
+    """Return ids of the routed layers, padded with -1, from one array `[rows, layers, K]` of all layers per sequence.
 
-    An array may be as vLLM's server sends it: base64 of a .npy file.
-    rows is one less than the tokens of the sequence (the last sampled token was never fed back) or equal.
-    mask: `[B,T]`, True where sequence b has a token; the routes go to its first `rows` True positions.
-    Without it sequences are aligned left (padding on the right).
+    layers counts all hidden layers. An array may also be text of vLLM's server: base64 of a .npy file.
+    rows is the number of tokens of the sequence, or one less (the last sampled token was never fed back).
+    mask: `[B,T]`, True where sequence b has a token; the routes go to the first `rows` True positions of its row.
+    Without a mask, sequences are aligned left (padding on the right).
 
     Raises RoutingError if an array has another number of axes, layers or slots, if its rows do not fit the
     mask, if a layer that should be routed is all zeros (the engine captured nothing there), or if one that
@@ -59,13 +59,13 @@ def ids_from_engine(
                 f"{len(where)}, or {len(where) - 1} as the last sampled token has none. Prompt left out?"
             )
         ids[b, where[: len(array)]] = torch.from_numpy(array[:, chosen].astype(np.int64))
-    if top_k == 1:  # of more slots a row of zeros is one expert twice, which no router chooses
+    if top_k == 1:  # if K > 1, a row of zeros names expert 0 twice, which no router chooses
         refuse_lost(_lost(ids))
     return ids
 
 
 def decode_npy(payload: str | bytes) -> np.ndarray:
-    """`routed_experts` of vLLM's server: base64 of a .npy file, uint8 or uint16 `[tokens-1, layers, K]`."""
+    """Decode `routed_experts` of vLLM's server: base64 of a .npy file, uint8 or uint16 `[tokens-1, layers, K]`."""
     try:
         raw = base64.b64decode(payload, validate=True)
         if not raw.startswith(NPY):  # numpy would read archives and pickles, too
@@ -76,7 +76,7 @@ def decode_npy(payload: str | bytes) -> np.ndarray:
 
 
 def decode_sglang(payload: str | bytes, num_layers: int, top_k: int) -> np.ndarray:
-    """SGLang's `meta_info["routed_experts"]`: base64 of little-endian int32 `[tokens-1, layers, K]`."""
+    """Decode SGLang's `meta_info["routed_experts"]`: base64 of little-endian int32 `[tokens-1, layers, K]`."""
     if num_layers < 1 or top_k < 1:
         raise RoutingError(f"num_layers {num_layers}, num_experts_per_tok {top_k}: expected at least 1 of each")
     try:
@@ -97,10 +97,11 @@ def decode_sglang(payload: str | bytes, num_layers: int, top_k: int) -> np.ndarr
 def ids_from_padded(
     array: Tensor | np.ndarray, mask: Tensor | np.ndarray, sites: Sequence[str], layers: Sequence[int] | None
 ) -> Int[Tensor, "B T L K"]:
-    """Padded ids of all hidden layers, or of the routed ones, -> ids of the routed ones, -1 outside `mask`.
+    """Return ids of the routed layers, -1 outside `mask`, from padded ids of all hidden layers or of the routed ones.
 
-    What stands outside the mask is ignored, zeros above all: expert 0 exists. A row that is zero at every site was not
-    captured: the last token of a sequence becomes -1 (it was sampled and never fed back), any other is refused.
+    Values outside the mask are ignored, in particular zeros, which would otherwise name expert 0. A row that is zero at
+    every site was not captured: for the last token of a sequence (sampled, but never fed back) the row becomes -1; for
+    any other token it is refused, unless `_lost` takes it for expert 0.
 
     Raises RoutingError: another number of axes, ids that are no integers, a mask that does not fit, layers that are
     all zeros or mapped to no site, a token without routes inside a sequence.
@@ -129,13 +130,15 @@ def ids_from_padded(
 
 
 def _lost(ids: Int[Tensor, "B T L K"]) -> Bool[Tensor, "B T"]:
-    """Tokens with zeros at every site, which no engine captured: of one slot at a few sites, expert 0 may be meant."""
+    """Return which tokens have zeros at every site, because the engine did not capture them. If K = 1 and L <
+    FEW_SITES, none: zeros may then mean expert 0."""
     few = ids.shape[3] == 1 and ids.shape[2] < FEW_SITES
     zeros = (ids == 0).all(-1).all(-1)
     return torch.zeros_like(zeros) if few else zeros
 
 
 def refuse_lost(lost: Bool[Tensor, "B T"]) -> None:
+    """Raise RoutingError, which names the first lost token, if any token is lost (`_lost`)."""
     if lost.any():
         b, t = lost.nonzero()[0].tolist()
         raise RoutingError(
@@ -146,8 +149,8 @@ def refuse_lost(lost: Bool[Tensor, "B T"]) -> None:
 
 
 def layers_of(sites: Sequence[str], num_layers: int, layers: Sequence[int] | None) -> list[int]:
-    """Index of each site along an axis of `num_layers` layers: as given, else by number or name. RoutingError if none
-    fits."""
+    """Return each site's index on an axis of `num_layers` layers: as in `layers`, else by number or name. Raises
+    RoutingError if none fits."""
     chosen = list(layers) if layers is not None else _layers_by_name(sites, num_layers)
     distinct = len(set(chosen)) == len(chosen) == len(sites)
     if not distinct or not all(0 <= layer < num_layers for layer in chosen):
@@ -156,9 +159,9 @@ def layers_of(sites: Sequence[str], num_layers: int, layers: Sequence[int] | Non
 
 
 def check_layers(sites: Sequence[str], chosen: Sequence[int], captured: np.ndarray) -> None:
-    """RoutingError for a site whose layer holds nothing but zeros, and for a layer that holds routes of no site.
+    """Raise RoutingError for a site whose layer is all zeros, and for a layer that holds routes but belongs to no site.
 
-    captured: [layers], whether a layer has anything but zeros (and -1, which stands for no route).
+    captured: `[layers]`, whether a layer has any value but zeros (and -1, which stands for no route).
     """
     for site, layer in zip(sites, chosen, strict=True):
         if not captured[layer]:
@@ -175,12 +178,12 @@ def check_layers(sites: Sequence[str], chosen: Sequence[int], captured: np.ndarr
 
 
 def pad_left_aligned(parts: Sequence[Tensor], fill: int) -> Tensor:
-    """Tensors `[T_b, ...]` of one tail as `[B,T,...]`, `fill` behind the shorter ones."""
+    """Stack tensors `[T_b, ...]` of equal trailing shape to `[B,T,...]`, with `fill` behind the shorter ones."""
     return pad_sequence(list(parts), batch_first=True, padding_value=fill)
 
 
 def _layers_by_name(sites: Sequence[str], num_layers: int) -> list[int]:
-    """Engine layer of each site: in order if every layer is a site, else the first number in its name."""
+    """Return each site's engine layer: in order if every layer is a site, else the first number in the site's name."""
     if len(sites) == num_layers:
         return list(range(num_layers))
     numbers = [re.search(r"(?:^|\.)(\d+)(?:\.|$)", site) for site in sites]

@@ -1,4 +1,4 @@
-"""Hooks that stay on a model: what `torch.compile` has to see."""
+"""Idle hooks that stay on a model, so that `torch.compile` traces the model together with the hooks."""
 
 from torch import nn
 
@@ -15,7 +15,7 @@ class Attachment:
         self._attached = True
 
     def detach(self) -> None:
-        """Take the hooks off (once no context is open any more)."""
+        """Take the hooks off; if a context is still open, they go when it closes."""
         if self._attached:
             self._attached = False
             self._tap.users -= 1
@@ -36,8 +36,9 @@ class Attachment:
 def attach(model: nn.Module) -> Attachment:
     """Put idle hooks on a model: needed before `torch.compile`, useful where contexts are opened very often.
 
-    Where another model of the same class (a reference policy) is compiled without hooks in the same process, torch
-    would run its code for both: attach it too, or set `torch._dynamo.config.skip_nnmodule_hook_guards = False` first.
+    If another model of the same class (a reference policy) is compiled without hooks in the same process, torch would
+    run that model's code for both: attach that model too, or first set
+    `torch._dynamo.config.skip_nnmodule_hook_guards = False`.
 
     Raises UnsupportedModelError if the model fails the self-check, RoutingError if it is compiled already.
     """

@@ -1,4 +1,4 @@
-"""One model call, the calls that a KV cache joins into one logical forward, and the recording of them."""
+"""Bookkeeping of model calls: one call, the calls that a KV cache joins into one logical forward, their recording."""
 
 from collections.abc import Callable, Collection, Mapping
 from types import FrameType
@@ -19,34 +19,34 @@ from moe_rl.routing.traced import no_type_check
 
 _PAGED = ("block_table", "read_index", "write_index")
 CACHE_NAMES = ("cache", "past_key_values")
-"""What a model calls its cache, as an argument and in its output: since transformers 5.24, and before."""
+"""Names of the KV cache, as an argument of a model and in its output: since transformers 5.24, and before."""
 
 
 @no_type_check
 def cache_name(accepts: Collection[str]) -> str:
-    """The name of the cache among the arguments that a forward accepts."""
+    """Return the name of the KV cache among the arguments that a forward accepts; by default the older name."""
     return next((name for name in CACHE_NAMES if name in accepts), CACHE_NAMES[-1])
 
 
 @no_type_check
 def cache_given(inputs: Mapping[str, Any]) -> Any:
-    """The cache that a call is given, by either name; None if there is none."""
+    """Return the KV cache among the inputs of a call, under either name, or None."""
     return next((inputs[name] for name in CACHE_NAMES if inputs.get(name) is not None), None)
 
 
 @no_type_check
 def cache_left(output: Any) -> Any:
-    """The cache in a model's output, by either name; None if there is none."""
+    """Return the KV cache in a model's output, under either name, or None."""
     name = next((name for name in CACHE_NAMES if hasattr(output, name)), None)
     return None if name is None else getattr(output, name)
 
 
 @no_type_check
 class Call:
-    """What one call of the model is given, and what its sites did. Keyed by site, never a queue.
+    """The inputs of one call of the model, and the jobs and results of its sites, stored by site index.
 
-    A recomputation for the backward pass runs under the very Call of its forward and so finds the same routes; once
-    closed, a Call takes no more results.
+    A recomputation for the backward pass runs under the same Call object as its forward, and so finds the same routes.
+    A closed Call takes no more results.
     """
 
     def __init__(self, inputs: dict[str, Any], sites: int, frame: FrameType | None = None) -> None:
@@ -60,46 +60,49 @@ class Call:
         self.tokens: Tensor | None = ids
         self.mask: Any = inputs.get("attention_mask")
         self.cache: Any = cache_given(inputs)
-        self.caches = self.cache is not None or inputs.get("use_cache") is True  # asked for: the rest comes with it
+        self.caches = self.cache is not None or inputs.get("use_cache") is True  # other tokens may come later
         self.past = 0 if self.cache is None else tokens_in(self.cache)
         self.jobs: list[Job | None] = [None] * sites
         self.chosen: list[Tensor | None] = [None] * sites  # `[B·S,K]`, as they reached the experts
         self.proven = [False] * sites  # the tensor that reached the experts is the one that the router was given
         self.fired = [False] * sites
-        self.frame = frame  # the call of the model; None where it is compiled
+        self.frame = frame  # Python frame of the model's call; None if compiled
         self.grad = torch.is_grad_enabled()  # without gradients nothing is recomputed
-        self.disturb: Callable[..., None] | None = None  # see rerun.py
+        self.disturb: Callable[..., None] | None = None  # runs before each router (rerun.py)
         self.open = True
-        self.follows: CacheState | None = None  # what this call goes on with
-        self.left: CacheState | None = None  # and what it leaves
-        self.changed: bool | Tensor = False  # whether the cache is another one since
+        self.follows: CacheState | None = None  # state of the KV cache that this call continues
+        self.left: CacheState | None = None  # state of the KV cache after this call
+        self.changed: bool | Tensor = False  # whether the cache was changed since the call before
 
     def goes_on(self, left: list[CacheState]) -> None:
-        """Which of the calls that left these caches, if any, this one continues."""
+        """Find the state of this call's KV cache among `left`, and set `past`, `follows` and `changed` from it."""
         before = None if self.cache is None else next((one for one in left if one.holds(self.cache)), None)
-        if self.past < 0:  # a cache that does not count
+        if self.past < 0:  # a cache that does not count its tokens
             self.past = 0 if before is None else before.length
         if before is not None and self.past:
             self.follows, self.changed = before, before.changed(self.cache, self.past)
 
     @property
     def rows(self) -> int:
+        """Number of tokens of the call, B·S."""
         return self.batch * self.length
 
     def knows_mask(self) -> bool:
-        """Whether this call has an attention mask over tokens, `[B,T]`. What a mask of another form hides is not looked
-        for, nor what that of one decoded token does: padding that matters stands in the prompt."""
+        """Return whether this call has an attention mask over tokens, `[B,T]`. Masks of another form and the mask of
+        one decoded token are not looked at: padding that matters stands in the prompt."""
         mask = self.mask
         return self.length > 1 and isinstance(mask, Tensor) and mask.shape == (self.batch, self.past + self.length)
 
     def job(self, site: int) -> Job:
+        """Return the Job of a site; make one on first use."""
         own = self.jobs[site]
         if own is None:
             own = self.jobs[site] = Job()
         return own
 
     def close(self, names: list[str]) -> None:
-        """End of the forward: every site has fired, or the result would be silently partial."""
+        """Close the call at the end of its forward. Raises RoutingError if a site chose no experts: the result would be
+        partial."""
         self.open = False
         self.frame = None
         silent = [name for name, ids in zip(names, self.chosen, strict=True) if ids is None]
@@ -107,8 +110,8 @@ class Call:
             raise refusals.silent_sites(silent, len(names))
 
     def kept(self) -> Tensor | None:
-        """`[L,B·S]` bool: did the experts get what was forced? None if nothing was, and where nothing is to compare,
-        because the very tensors that answered the routers reached the experts."""
+        """Return a `[L,B·S]` bool tensor: whether the experts received the forced ids. None if nothing was forced, or
+        if there is nothing to compare, because the very tensors that answered the routers reached the experts."""
         if all(job is None or job.forced is None or proven for job, proven in zip(self.jobs, self.proven, strict=True)):
             return None
         pairs = [(job, ids) for job, ids in zip(self.jobs, self.chosen, strict=True) if ids is not None]
@@ -121,7 +124,7 @@ class Call:
         return kept.all(-1)
 
     def forget(self) -> None:
-        """Keep what a recomputation needs (the forced routes), and nothing else: it may wait for a late backward."""
+        """Drop all but the forced routes, which a recomputation needs: a late backward may keep this Call alive."""
         self.tokens = self.mask = self.cache = None
         self.chosen = []
         for job in self.jobs:
@@ -130,9 +133,10 @@ class Call:
 
 
 class Listener:
-    """An open context, which is told when a call of the model begins, when it ends, and when the context does.
+    """Base class of an open context, which is told when a call of the model begins or ends, and when the context ends.
 
-    steers: whether it has something for the routers to do; False: it reads the ids that reach the experts, no more.
+    steers: whether the context gives the routers something to do; if False, it only reads the ids that reach the
+    experts.
     """
 
     steers = True
@@ -145,7 +149,7 @@ class Listener:
 
 
 class Step(NamedTuple):
-    """One call: tensors `[B,S,...]`, behind `past` tokens of the calls before it."""
+    """Results of one call: tensors `[B,S,...]`, behind `past` tokens of earlier calls on the same KV cache."""
 
     parts: tuple[Tensor, ...]
     past: int
@@ -154,8 +158,8 @@ class Step(NamedTuple):
 
 @no_type_check
 class Collected:
-    """What a listener keeps of all calls, joined along the tokens where a KV cache connects them. `unknown` fills the
-    rows of a cache that was filled before anyone listened."""
+    """The results of all calls that a listener saw, joined along the tokens where a KV cache connects the calls. The
+    values `unknown`, one per tensor of a call, fill the rows of tokens that were in a cache before anyone listened."""
 
     def __init__(self, *unknown: int) -> None:
         self.unknown = unknown
@@ -164,6 +168,7 @@ class Collected:
         self._of: dict[CacheState | None, list[Step]] = {}  # the chain whose last call left this cache
 
     def end(self, call: Call, *parts: Tensor) -> None:
+        """Append the results of a call to those of the call that it continues."""
         step = Step(parts, call.past, call.changed)
         self.steps.append(step)
         chain = self._of.pop(call.follows, None)
@@ -175,11 +180,12 @@ class Collected:
             self._of[call.left] = chain
 
     def forwards(self) -> list[tuple[Tensor, ...]]:
-        """`[B,T,...]` of each logical forward; RoutingError where nothing proves that its calls are one."""
+        """Return the tensors `[B,T,...]` of each logical forward. Raises RoutingError if nothing proves that its calls
+        are one."""
         return [_joined(chain, self.unknown) for chain in self.chains]
 
     def together(self) -> tuple[Tensor, ...]:
-        """Every call, joined along the batch; RoutingError where that is not possible."""
+        """Return the tensors of all calls, joined along the batch. Raises RoutingError if that is not possible."""
         if not self.steps:
             raise refusals.nothing_seen()
         alone = self.forwards()
@@ -190,6 +196,8 @@ class Collected:
 
 
 def _joined(chain: list[Step], unknown: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Join the calls of one logical forward along the tokens. Raises RoutingError if the KV cache was changed in
+    between."""
     first, *later = chain
     if any(bool(step.changed) for step in later):
         raise RoutingError(f"{CHANGED}. `.steps` has each call by itself")
@@ -206,7 +214,7 @@ def _joined(chain: list[Step], unknown: tuple[int, ...]) -> tuple[Tensor, ...]:
             raise RoutingError(
                 f"the batch changed from {B} to {len(step.parts[0])} sequences between two calls on one KV cache"
             )
-        if step.past < length:  # it was cropped since (speculative decoding)
+        if step.past < length:  # the cache was cropped since then (speculative decoding)
             pieces = [tuple(torch.cat(part, dim=1)[:, : step.past] for part in zip(*pieces, strict=True))]
         pieces.append(step.parts)
         length = step.past + step.parts[0].shape[1]
@@ -214,7 +222,8 @@ def _joined(chain: list[Step], unknown: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Where a model computes: what accelerate offloads lies on the meta device between its calls."""
+    """Return the device on which a model computes. Parameters that accelerate offloads are on the meta device between
+    calls."""
     if model.device.type != "meta":
         return model.device
     places = (getattr(getattr(m, "_hf_hook", None), "execution_device", None) for m in model.modules())
@@ -225,34 +234,35 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 class Routers(NamedTuple):
-    """What a recording knows of a model. It holds nothing of the model itself, and may outlive it."""
+    """What a recording knows of the routers of a model. It holds no part of the model, and may outlive the model."""
 
     names: tuple[str, ...]
     fixed: list[bool]  # see Site
-    probes: list[Selector]  # what the self-check learned of each
+    probes: list[Selector]  # per site, what the self-check learned
     model: str
     family: str
 
 
 @no_type_check
 def stacked(routers: Routers, call: Call, ids: list[Tensor | None], dtype: torch.dtype) -> Tensor:
-    """`[B,S,L,K]`, packed to `dtype`, from one `[B·S,K]` for each site."""
+    """Return ids `[B,S,L,K]`, packed to `dtype`, from one tensor `[B·S,K]` for each site."""
     shape = (call.batch, call.length, len(ids), routers.probes[0].k)
     try:
         return torch.cat(ids, dim=1).to(dtype).view(shape)  # type: ignore[arg-type]  # None is a TypeError
-    except (TypeError, RuntimeError):  # a site without ids, with other rows, or on another device
+    except (TypeError, RuntimeError):  # a site without ids, with another number of rows, or on another device
         rows = [_rows_of(call, name, one) for name, one in zip(routers.names, ids, strict=True)]
     return torch.cat([one.to(rows[0].device) for one in rows], dim=1).to(dtype).view(shape)
 
 
 def _rows_of(call: Call, name: str, ids: Tensor | None) -> Tensor:
+    """Return `ids`. Raises RoutingError unless they have one row for each token of the call."""
     if ids is None or ids.shape[0] != call.rows:
         raise refusals.other_tokens_routed(name, ids, call.batch, call.length)
     return ids
 
 
 def wrapped(routers: Routers, packed: Tensor, tokens: Tensor) -> RoutedExperts:
-    """Packed ids and tokens (-1 = unknown) as RoutedExperts that say where they come from."""
+    """Return RoutedExperts of packed ids and tokens (-1 = unknown), which say in `meta` where they come from."""
     meta: dict[str, Any] = {"model": routers.model, "class": routers.family, "transformers": transformers.__version__}
     if fixed := [name for name, fixed in zip(routers.names, routers.fixed, strict=True) if fixed]:
         meta["hash_routed"] = fixed  # a table over token ids, which may name an expert twice
@@ -263,8 +273,8 @@ def wrapped(routers: Routers, packed: Tensor, tokens: Tensor) -> RoutedExperts:
 
 @no_type_check
 def tokens_of(call: Call, like: Tensor) -> Tensor:
-    """`[B,S]` int32 token ids of a call, -1 where it was given embeddings; those that its attention mask hides are
-    written as `packing.hide` does."""
+    """Return the `[B,S]` int32 token ids of a call, -1 if it was given embeddings. Tokens that its attention mask hides
+    are encoded as by `packing.hide`."""
     if call.tokens is None:
         return torch.full((call.batch, call.length), -1, dtype=torch.int32, device=like.device)
     tokens = call.tokens.to(like.device, torch.int32, copy=True)
@@ -272,6 +282,7 @@ def tokens_of(call: Call, like: Tensor) -> Tensor:
 
 
 def one_width(routers: Routers) -> None:
+    """Raise RoutingError if sites give a token different numbers of experts."""
     widths = {probe.k for probe in routers.probes}
     if len(widths) > 1:
         raise refusals.different_widths(routers.family, widths)
@@ -279,13 +290,15 @@ def one_width(routers: Routers) -> None:
 
 @no_type_check
 class Recording(Listener):
-    """The experts that were used, as their ids reached them. Rows are packed as they come.
+    """A recording of the experts that were used, read from the ids that reach the experts. Rows are packed as they
+    come.
 
-    `.routes`: all of it as one RoutedExperts: one forward, one generate() (`[B,P+G-1,L,K]`: the last sampled token was
-        never routed; with drafts, of prompt lookup or an assistant, those that were rejected last stay behind it, and
-        `routes.columns(slice(P + G - 1))` is without them), or several forwards of one length, joined along the batch.
-    `.calls`: one RoutedExperts per logical forward; calls on one KV cache are one.
-    `.steps`: one per call of the model, whatever happened to the cache in between.
+    `.routes`: the whole recording as one RoutedExperts: one forward; or one generate() (`[B,P+G-1,L,K]`: the last
+        sampled token was never routed; with drafts of prompt lookup or an assistant, the drafts that were rejected last
+        stay at the end, and `routes.columns(slice(P + G - 1))` removes them); or several forwards of one length,
+        joined along the batch.
+    `.calls`: one RoutedExperts per logical forward; all calls on one KV cache are one forward.
+    `.steps`: one RoutedExperts per call of the model, whatever happened to the cache in between.
     """
 
     steers = False
@@ -309,16 +322,16 @@ class Recording(Listener):
 
     @property
     def steps(self) -> list[RoutedExperts]:
-        """`[B,S,L,K]` for each call of the model."""
+        """Routes `[B,S,L,K]` of each call of the model."""
         return [self._wrap(step.parts) for step in self._seen.steps]
 
     @property
     def calls(self) -> list[RoutedExperts]:
-        """`[B,T,L,K]` for each logical forward."""
+        """Routes `[B,T,L,K]` of each logical forward."""
         return [self._wrap(parts) for parts in self._seen.forwards()]
 
     @property
     def routes(self) -> RoutedExperts:
-        """Everything, joined along the batch. Raises RoutingError where nothing was seen, where lengths differ, and
-        where nothing proves that the KV cache kept its rows between calls (beam search)."""
+        """Routes of all calls, joined along the batch. Raises RoutingError if no call was seen, if lengths differ, or
+        if nothing proves that the KV cache kept its rows between calls (beam search)."""
         return self._wrap(self._seen.together())

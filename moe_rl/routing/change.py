@@ -1,4 +1,4 @@
-"""What changed in routing between two policies, or between two engines: one definition per name.
+"""Measures of routing change between two policies, or between two engines, with one definition per name.
 
 "Expert-change rate" alone is ambiguous by a factor of up to K. With one of K = 8 experts exchanged at 10 % of
 the (token, site) pairs of 48 sites, 1.25 % of the slots, 10 % of the sites, and, if sites were independent,
@@ -13,8 +13,8 @@ gradient update, for the same sample; it states no denominator, the slot reading
 2510.11370): about 10 % of sites and 94 % of tokens, between two engines with the same weights.
 
 Everywhere here: `old` and `new` are `RoutedExperts`, or integer ids `[...,L,K]` with distinct ids in a row
-and -1 for "no route"; two RoutedExperts are aligned by site name. Slot order never matters, and every
-function but the order of its arguments is symmetric. A row without a route on either side compares as
+and -1 for "no route"; two RoutedExperts are aligned by site name, in the order of `old`. Slot order never
+matters, and every function is symmetric in `old` and `new`. A row without a route on either side compares as
 unchanged and is in no denominator. Rates come from `change_counts`, which keeps numerators and
 denominators. Nothing carries gradient.
 """
@@ -30,7 +30,7 @@ from moe_rl.routing.packing import differing_rows, rows_at_once
 
 
 def slot_change(old: Routes, new: Routes) -> Float[Tensor, "*rows L"]:
-    """1 - |old ∩ new| / K per (token, site): the share of experts exchanged, in [0, 1], float32.
+    """Return the share of experts exchanged per (token, site), 1 - |old ∩ new| / K in [0, 1], float32.
 
     Literal reading of GSPO's "10% of the experts activated" (arXiv 2507.18071, section 5.3); its complement
     is the router saturation of OLMoE (arXiv 2409.02060) and the top-k overlap of others.
@@ -43,22 +43,22 @@ def slot_change(old: Routes, new: Routes) -> Float[Tensor, "*rows L"]:
 
 
 def site_change(old: Routes, new: Routes) -> Bool[Tensor, "*rows L"]:
-    """Whether the sets of experts differ, per (token, site): router discrepancy in R3 (arXiv 2510.11370)."""
+    """Return whether the sets of experts differ, per (token, site): router discrepancy in R3 (arXiv 2510.11370)."""
     return _changed_slots(old, new)[0] > 0
 
 
 def token_change(old: Routes, new: Routes) -> Bool[Tensor, "*rows"]:
-    """Whether the sets differ at any site of the token: the 94 % of R3 (arXiv 2510.11370)."""
+    """Return whether the sets differ at any site of the token, per token: the 94 % of R3 (arXiv 2510.11370)."""
     return site_change(old, new).any(-1)
 
 
 def flips_per_token(old: Routes, new: Routes) -> Int[Tensor, "*rows"]:
-    """Number of sites, 0..L, whose sets differ, per token: about 6 of 48 in R3 (arXiv 2510.11370)."""
+    """Return the number of sites, 0..L, whose sets differ, per token: about 6 of 48 in R3 (arXiv 2510.11370)."""
     return site_change(old, new).sum(-1, dtype=torch.int32)  # int64 sums of bool are 20 times slower
 
 
 def jaccard(old: Routes, new: Routes) -> Float[Tensor, "*rows L"]:
-    """|old ∩ new| / |old ∪ new| per (token, site), float32: (K-d)/(K+d) if d slots changed; 1 if none."""
+    """Return |old ∩ new| / |old ∪ new| per (token, site), float32: (K-d)/(K+d) if d slots changed; 1 if none."""
     changed, k = _changed_slots(old, new)
     return (k - changed.float()) / (k + changed.float())
 
@@ -66,7 +66,7 @@ def jaccard(old: Routes, new: Routes) -> Float[Tensor, "*rows L"]:
 def deviation_histogram(
     old: Routes, new: Routes, mask: Shaped[Tensor, "..."] | None = None
 ) -> Int[Tensor, " K_plus_1"]:
-    """How many (token, site) pairs changed 0, 1, .., K slots; mask as in `change_counts`.
+    """Count the (token, site) pairs that changed 0, 1, .., K slots; mask as in `change_counts`.
 
     Entry 0 over the sum is the zero-deviation ratio of PR² (arXiv 2606.00395), if its unit is (token, site).
     """
@@ -74,13 +74,13 @@ def deviation_histogram(
 
 
 def _changed_slots(old: Routes, new: Routes) -> tuple[UInt[Tensor, "*rows L"], int]:
-    """Slots changed, and K."""
+    """Return the number of slots changed per (token, site), and K."""
     a, b = aligned(old, new)
     return changed_slots(a, b), a.shape[-1]
 
 
 def changed_slots(old: Integer[Tensor, "*rows K"], new: Integer[Tensor, "*rows K"]) -> UInt[Tensor, "*rows"]:
-    """K - |old ∩ new| of each row as uint8; 0 unless both rows have a route.
+    """Return K - |old ∩ new| of each row as uint8; 0 unless both rows have a route.
 
     Unsigned ids are taken as packed (`pack_ids`), signed ones are packed on the way.
     """

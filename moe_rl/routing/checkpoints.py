@@ -1,7 +1,8 @@
-"""Gradient checkpointing: a segment that is run again in the backward pass finds the routes of its forward.
+"""Support of gradient checkpointing: a segment that is run again in the backward pass uses the routes of its forward.
 
 Checkpoint functions of transformers and of torch's `checkpoint_wrapper` are attributes of modules. While hooks are on,
-a wrapper stands there that remembers which Call each segment belongs to (`Tap.follow`). Other checkpoints are refused.
+each is replaced by a wrapper that remembers which Call each segment belongs to (`Tap.follow`). Other checkpoints are
+refused.
 """
 
 import threading
@@ -21,7 +22,7 @@ SWITCH = "gradient_checkpointing"
 
 
 class Segments:
-    """A checkpoint function whose recomputation, however late, runs under the Call of its forward."""
+    """Wrapper of a checkpoint function: a segment is recomputed, however late, under the Call of its forward."""
 
     def __init__(self, tap: Any, original: Callable[..., Any]) -> None:
         self.tap, self.original = tap, original
@@ -51,13 +52,13 @@ class Segments:
 
 @torch.compiler.disable(reason=refusals.COMPILED_CHECKPOINTS)
 def refuse(error: Callable[[str], RoutingError], where: str) -> None:
-    """Run outside of the graph, because there the error is raised as it is."""
+    """Raise `error(where)` outside of the compiled graph, so that the caller gets the error unchanged."""
     raise error(where)
 
 
 @torch.compiler.assume_constant_result
 def traced_by_hand(tap: Any) -> bool:
-    """Whether code that is being compiled runs inside a checkpoint that is not followed. Asked of Python's stack."""
+    """Return whether code being compiled is in a checkpoint that is not followed, judged by Python's stack."""
     call = tap.call
     if threading.get_ident() in tap.resumed or not (call is None or call.grad):
         return False
@@ -66,7 +67,7 @@ def traced_by_hand(tap: Any) -> bool:
 
 @contextmanager
 def _resuming(tap: Any, call: Any) -> Iterator[None]:
-    """Run a segment of `call` again (or for the first time), with hooks even after the context was left."""
+    """Context manager: run a segment of `call`, also again, with hooks even after the context was left."""
     thread = threading.get_ident()
     before, outer = tap.resumed.get(thread), tap.call
     hooked = tap.hook()
@@ -84,4 +85,5 @@ def _resuming(tap: Any, call: Any) -> Iterator[None]:
 
 
 def same(value: Any) -> Any:
+    """Return `value`: `__reduce__` methods name this function, so that unpickling yields the value."""
     return value

@@ -1,15 +1,15 @@
-"""Sets of experts in few bytes: ascending rows, the gaps in them, and what one policy's rows exchange for another's.
+"""Compact encoding of sets of experts: ascending rows, gaps between ids, and exchanges between two policies' rows.
 
-A router that takes K of E experts says at most log2 C(E, K) bits (`set_bits`): 5.05 bytes for 8 of 128. The order of
-the slots would be log2 K! bits more and is not kept: rows are brought into ascending order, and each id is written as
-its distance from the one before. These gaps are small numbers of one distribution, so that any entropy coder (zstd in
-route tables) comes within a few hundredths of the limit; no model of the routers is needed.
+The choice of K of E experts carries at most log2 C(E, K) bits (`set_bits`): 5.05 bytes for 8 of 128. The order of the
+slots would be log2 K! bits more and is not kept: rows are brought into ascending order, and each id is written as its
+distance from the one before. These gaps are small numbers of one distribution, so that any entropy coder (zstd in route
+tables) comes within a few hundredths of the limit; no model of the routers is needed.
 
-Routes of a new policy, where those of the old one are known, are a list of exchanges: which slot of which row holds
-which expert now. The least that it can take is `exchange_bits`.
+If the routes of the old policy are known, those of the new policy are a list of exchanges: which slot of which row
+holds which expert now. The smallest size of such a list is `exchange_bits`.
 
-Rows are numpy arrays `[N,K]` of packed ids (`pack_ids`): uint8 or uint16, and all sentinel where there is no route. In
-a row that names an expert twice (hash-routed sites) everything here is exact too: differences wrap around.
+Rows are numpy arrays `[N,K]` of packed ids (`pack_ids`): uint8 or uint16, and all sentinel where there is no route. All
+functions are exact for rows that name an expert twice (hash-routed sites), too: differences wrap around.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from moe_rl.routing.packing import planes_of, shared_slots, unequal_rows
 
-_ROWS = 1 << 15  # rows at a time, so that a plane (one slot of them all) and its neighbours stay in the cache
+_ROWS = 1 << 15  # rows done at a time, so that a plane (one slot of these rows) and its neighbours stay in the cache
 
 Rows = UInt[np.ndarray, "N K"]
 
 
 def set_bits(num_experts: int, k: int) -> float:
-    """log2 C(E, K): what one row can say at most, in bits.
+    """Return log2 C(E, K), the most information that one row can carry, in bits.
 
     >>> round(set_bits(128, 8) / 8, 2)
     5.05
@@ -38,10 +38,10 @@ def set_bits(num_experts: int, k: int) -> float:
 
 
 def exchange_bits(deviation: Int[Tensor, " K_plus_1"], num_experts: int) -> float:
-    """Bits per row of new routes given the old ones, if p_d of the rows change d slots, any d slots alike, any experts
-    in them: H(d) + Σ_d p_d log2(C(K, d) C(E - K, d)).
+    """Return the bits per row of new routes given the old ones: H(d) + Σ_d p_d log2(C(K, d) C(E - K, d)). p_d is the
+    share of rows that change d slots; any d slots, and any experts in them, are taken to be equally likely.
 
-    deviation: rows that changed 0, 1, .., K slots, as `ChangeCounts.deviation` counts them.
+    deviation: numbers of rows that changed 0, 1, .., K slots, as `ChangeCounts.deviation` counts them.
     """
     rows = deviation.tolist()
     k, total = len(rows) - 1, sum(rows)
@@ -49,22 +49,22 @@ def exchange_bits(deviation: Int[Tensor, " K_plus_1"], num_experts: int) -> floa
 
 
 def ascending(rows: Rows) -> Rows:
-    """The ids of every row in ascending order: the same sets, and equal sets in equal bytes."""
+    """Return the ids of every row in ascending order, so that equal sets are equal bytes."""
     return _by_planes(rows, _sorted_planes)
 
 
 def gaps(rows: Rows) -> Rows:
-    """Of rows in any order: the smallest id, then how many experts lie between each id and the next."""
+    """Return, for rows in any order, the smallest id and then the number of experts between each id and the next."""
     return _by_planes(rows, lambda planes: _differences(_sorted_planes(planes)))
 
 
 def without_gaps(values: Rows) -> Rows:
-    """The ascending rows of `gaps`."""
+    """Return the ascending rows that have the gaps `values`: the inverse of `gaps`."""
     return _by_planes(values, _sums)
 
 
 def check_ascending(rows: Rows, num_experts: int, repeats: bool = False) -> None:
-    """ValueError unless every row is all sentinel, or of ascending ids below `num_experts`; `repeats`: or equal."""
+    """Raise ValueError unless rows are all sentinel, or ascending ids below `num_experts` (`repeats`: or equal ids)."""
     live = np.iinfo(rows.dtype).max
     for start in range(0, len(rows), _ROWS):
         planes = planes_of(rows[start : start + _ROWS])
@@ -78,9 +78,10 @@ def check_ascending(rows: Rows, num_experts: int, repeats: bool = False) -> None
 
 
 def exchanges(old: Rows, new: Rows) -> tuple[Int[np.ndarray, " X"], UInt[np.ndarray, " X"], UInt[np.ndarray, " X"]]:
-    """What turns `old` into `new`, both ascending: row, slot of the old row, expert that takes its place.
+    """Return what turns `old` into `new`, both ascending: row, slot of the old row, expert that takes its place.
 
-    Rows ascend, and slots within a row. A row without a route, or with an expert twice, on either side exchanges all.
+    The exchanges ascend by row, and by slot within a row. In a row that differs, all slots are exchanged if the row has
+    no route, or names an expert twice, on either side.
     """
     dtype = np.uint8 if old.shape[1] <= 256 else np.uint16
     index = np.flatnonzero(unequal_rows(old, new))
@@ -100,7 +101,8 @@ def exchanges(old: Rows, new: Rows) -> tuple[Int[np.ndarray, " X"], UInt[np.ndar
 def with_exchanges(
     old: Rows, row: Int[np.ndarray, " X"], slot: UInt[np.ndarray, " X"], expert: UInt[np.ndarray, " X"]
 ) -> Rows:
-    """The new rows, ascending; `old` must be so. Raises IndexError for a row or slot that is not there."""
+    """Return the rows, ascending, that the exchanges make of `old`, also ascending. Raises IndexError for a row or slot
+    that is not there."""
     new = old.copy()
     new[row, slot] = expert
     touched = row[np.append(True, row[1:] != row[:-1])[: len(row)]]
@@ -109,7 +111,7 @@ def with_exchanges(
 
 
 def _by_planes(rows: Rows, change: Callable[[list[np.ndarray]], list[np.ndarray]]) -> Rows:
-    """Rows changed by a function of their planes (one slot of many rows), which numpy's loops are long enough for."""
+    """Apply `change` to the planes of the rows (a plane is one slot of many rows, long enough for numpy's loops)."""
     out = np.empty_like(rows)
     for start in range(0, len(rows), _ROWS):
         part = slice(start, start + _ROWS)
@@ -118,7 +120,7 @@ def _by_planes(rows: Rows, change: Callable[[list[np.ndarray]], list[np.ndarray]
 
 
 def _sorted_planes(planes: list[np.ndarray]) -> list[np.ndarray]:
-    """Six times as fast as np.sort along rows of eight ids."""
+    """Sort the ids of each row by a sorting network: six times as fast as np.sort along rows of eight ids."""
     for i, j in _network(len(planes)):
         planes[i], planes[j] = np.minimum(planes[i], planes[j]), np.maximum(planes[i], planes[j])
     return planes
@@ -134,7 +136,8 @@ def _sums(planes: list[np.ndarray]) -> list[np.ndarray]:
 
 @cache
 def _network(n: int) -> list[tuple[int, int]]:
-    """Comparisons that sort n values: Batcher's merge exchange (Knuth, volume 3, algorithm 5.2.2M); 19 for n = 8."""
+    """Return the comparisons that sort n values (19 for n = 8). Batcher's merge exchange: Knuth, volume 3, algorithm
+    5.2.2M."""
     found, p = [], 1 << (n - 1).bit_length() >> 1
     while p:
         q, r, d = 1 << (n - 1).bit_length() >> 1, 0, p

@@ -1,6 +1,6 @@
-"""The context managers: record what routers choose, and make them choose it again.
+"""Context managers that record which experts routers choose, and that replay recorded routes.
 
-Those that disturb the choice or tell its margin are in `moe_rl.routing.rerun`.
+The context managers that disturb the choice, or record its margin, are in `moe_rl.routing.rerun`.
 
 >>> import torch
 >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -40,14 +40,15 @@ from moe_rl.routing.sites import Site, boundary_of, find_sites
 _Parts = tuple[list[Any], ...]
 _Layout = tuple[_Parts, list[tuple[str, list[int], list[int], bool]], int]
 _Checked = tuple[Any, list[Selector], dict[tuple[bool, int], Selector]]
-# What is known about models that are alive; none of these keeps a model alive.
+# Caches of what is known about live models. None of these caches keeps a model alive.
 _LAYOUTS: "weakref.WeakKeyDictionary[nn.Module, _Layout]" = weakref.WeakKeyDictionary()
 _TAPS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tap]]" = weakref.WeakKeyDictionary()
 _CHECKED: "weakref.WeakKeyDictionary[nn.Module, _Checked]" = weakref.WeakKeyDictionary()
 
 
 def _walk(model: nn.Module) -> tuple[list[nn.Module], _Parts]:
-    """All modules of a model, each once; their names where they are held, classes and weak references."""
+    """Return all modules of a model, each once, and three lists about them. The lists are the names under which modules
+    are held, the classes of the modules, and weak references to the modules."""
     modules, names, seen = [model], list[str](), {model}
     for module in modules:
         for name, child in module._modules.items():
@@ -59,10 +60,10 @@ def _walk(model: nn.Module) -> tuple[list[nn.Module], _Parts]:
 
 
 def _layout_of(model: nn.Module) -> tuple[list[nn.Module], list[Site], PreTrainedModel]:
-    """The modules of a model (as `_walk` lists them), its sites, and the call that is one forward (`boundary_of`).
+    """Return the modules of a model (as `_walk` lists them), its sites, and the model whose call is one forward.
 
-    Kept until a module, its class or its name changes, because contexts are opened around every minibatch. Nothing in
-    what is kept holds a module.
+    The last is found by `boundary_of`. The result is cached until a module, its class or its name changes, because
+    contexts are opened around every minibatch. The cache keeps no module alive.
     """
     kept = _LAYOUTS.get(model) if isinstance(model, nn.Module) else None
     if kept is not None:
@@ -84,19 +85,20 @@ def _layout_of(model: nn.Module) -> tuple[list[nn.Module], list[Site], PreTraine
 
 
 def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
-    """The tap of a model, checked in the mode that it is in, and the names of its sites as seen from `model`."""
+    """Return the tap of a model and the names of its sites seen from `model`. The tap is self-checked in the mode that
+    the model is in."""
     modules, sites, boundary = _layout_of(model)
     selecting = _selecting(sites)
     known = _TAPS.get(boundary)
     tap = known() if known else None
     if tap is None or tap.selecting != selecting:
-        if tap is not None and tap.listeners:  # it would take the check for calls of its own
+        if tap is not None and tap.listeners:  # the open context would take the self-check for calls of its own
             raise refusals.replaced(type(boundary).__name__)
         tap = Tap(model, sites, boundary)
         tap.selecting = selecting
         _TAPS[boundary] = weakref.ref(tap)
     if not tap.users:
-        tap.unhook()  # what an interrupt left of an earlier context
+        tap.unhook()  # hooks that an interrupted context left on the model
         _refuse_compiled(model, modules)
         tap.root, tap.modules = model, modules
     signature = _signature(tap)
@@ -105,7 +107,7 @@ def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
         cached = (signature, [], {})
     new = any((m.training, i) not in cached[2] for i, site in enumerate(sites) for m in site.modules)
     if new:
-        tap.refuse_other_thread()  # the check runs the model
+        tap.refuse_other_thread()  # because the self-check runs the model
     _, tap.probes, tap.modes = cached
     if new:
         examine(tap)
@@ -114,26 +116,28 @@ def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
 
 
 def taps_within(model: nn.Module) -> list[Tap]:
-    """The taps of a model and of its parts that some context keeps."""
+    """Return the taps of a model and of its parts that are still alive (kept by a context or an attachment)."""
     kept = (_TAPS[module]() for module in model.modules() if module in _TAPS)
     return [tap for tap in kept if tap is not None]
 
 
 def _selecting(sites: list[Site]) -> list[nn.Module]:
-    """The routers, the blocks around them and what these hold (the experts), the same whether compiled or not."""
+    """Return the routers, the blocks around them and the modules in these blocks (the experts). If one of the last is
+    compiled, the module that was compiled is returned."""
     blocks = [block for site in sites for block in site.parents[:1]]
     held = (m for block in blocks for m in block._modules.values() if m is not None)
     return [*(m for site in sites for m in site.modules), *blocks, *(m._modules.get("_orig_mod") or m for m in held)]
 
 
 def _signature(tap: Tap) -> list[Any]:
-    """What a router's way to select may depend on: where any of it changes, the model is checked again."""
+    """Return all that may decide how routers select: if any of it changes, the model is checked again."""
     kernels = getattr(tap.boundary.config, "_experts_implementation", None)
     own = ((m, m.__dict__) for m in tap.selecting)  # a module's getattr is slow where there is nothing to find
     return [kernels, *((type(m), type(m).forward, its.get("top_k"), its.get("forward")) for m, its in own)]
 
 
 def _refuse_compiled(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Raise RoutingError, naming the module, if a module of the model is compiled already."""
     for module in modules:
         own = module.__dict__
         if "_orig_mod" in own["_modules"] or own.get("_compiled_call_impl") or "_compiled_call" in own:
@@ -142,6 +146,7 @@ def _refuse_compiled(model: nn.Module, modules: list[nn.Module]) -> None:
 
 
 def _dynamo_ran() -> bool:
+    """Return whether torch.compile was used in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["frames"])
 
@@ -154,13 +159,13 @@ def record_routes(model: nn.Module) -> Iterator[Recording]:
         changed by one bit. Inside `replay_routes` or `noisy_routes` the experts that were really used are recorded.
     Yields a Recording; read `.routes` when the calls are done.
 
-    What was drawn at random in the forward is in the routes: in train mode with dropout or router jitter two recordings
-    of one text differ at equal weights. To compare, record in eval mode or without any
+    Random draws of the forward affect the routes: in train mode with dropout or router jitter two recordings of one
+    text differ at equal weights. To compare, record in eval mode or without random draws
     (`moe_rl.measure.randomness.turn_off_randomness`).
 
     Raises UnsupportedModelError for a model that fails the self-check (run once in train and once in eval mode),
-    RoutingError for one that was compiled without `attach`, for packed continuous batching, and for a forward in which
-    a router did not run.
+    RoutingError for a model that was compiled without `attach`, for packed continuous batching, and for a forward in
+    which a router did not run.
     """
     tap, names = acquire(model)
     recording = Recording(tap.routers(names))
@@ -182,18 +187,18 @@ def replay_routes(
 ) -> Iterator[Replay]:
     """Make the routers of `model` choose the given experts; gate weights come from the live scores.
 
-    With live scores s and forced experts e the router continues with (s[e], e) where it would have with top-k of s:
-    Routing Replay of arXiv 2507.18071, section 5.3. Everything after the selection is the model's own code, so gates
-    and their gradients are exact. Put forward *and* backward inside where you can; with transformers' gradient
+    With live scores s and forced experts e the router continues with (s[e], e) instead of the top k of s: Routing
+    Replay of arXiv 2507.18071, section 5.3. Everything after the selection is the model's own code, so gates and their
+    gradients are exact. Put forward *and* backward inside the context if you can; with transformers' gradient
     checkpointing a backward after the context is replayed, too.
 
     routes: for exactly this batch; rows of -1 are left to the router.
     sites, tokens, slots: force only these sites (names, shell patterns or indices), only these tokens (bool [B,T]),
         only the first n slots (the others are the best of the remaining experts).
-    shadow: also rank live: `.shadow` and `.regret` of the Replay.
+    shadow: let the routers rank live, too; the results are `.shadow` and `.regret` of the Replay.
     check_tokens: compare input_ids with those that the routes were recorded for.
-    once: RoutingError at the end unless one forward of the whole batch ran under the replay, and nothing more.
-    Nested: an inner replay decides where it forces, elsewhere the outer one does.
+    once: raise RoutingError at the end unless one forward of the whole batch ran under the replay, and nothing more.
+    Nested replays: the inner replay decides the slots that it forces, the outer one decides the others.
 
     Raises RoutingError for routes that do not fit (sites, experts, shape, tokens); UnsupportedModelError as
     `record_routes`.

@@ -1,5 +1,5 @@
-"""Numerators and denominators of every change rate between two sets of routes; what a slot, a site and a token change
-are, and what may be compared, stands in `moe_rl.routing.change`."""
+"""Numerators and denominators of every change rate between two sets of routes. `moe_rl.routing.change` defines slot,
+site and token change, and says what may be compared."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,9 +21,10 @@ Routes = RoutedExperts | Tensor
 class ChangeCounts:
     """Numerators and denominators of every change rate. Batches of the same sites add up with `+`.
 
-    site_deviation: `[L,K+1]`, per site how many tokens changed 0, 1, .., K slots; only rows routed on both
+    site_deviation: `[L,K+1]`, per site, how many tokens changed 0, 1, .., K slots; only rows that have a route on both
     sides.
-    flips: `[L+1]`, how many tokens changed at 0, 1, .., L sites; tokens with at least one such row.
+    flips: `[L+1]`, how many tokens changed at 0, 1, .., L sites; only tokens with at least one row that has a route on
+    both sides.
     incomplete_tokens: tokens where some sites could be compared and others not.
     sites: names, where known.
     pair: what was compared, as it should stand on a figure: "policies" (old and new weights) or "engines".
@@ -89,7 +90,7 @@ class ChangeCounts:
 
     @property
     def overdispersion(self) -> float:
-        """Variance of flips per token over what independent sites would give: Var(F) / Σ_l p_l (1 - p_l).
+        """Variance of flips per token divided by that of independent sites: Var(F) / Σ_l p_l (1 - p_l).
 
         F is the number of sites of a token that changed, Var its variance over tokens (divisor n), p_l the
         share of tokens changed at site l. If sites changed independently, F would be Poisson-binomial with that
@@ -108,7 +109,7 @@ class ChangeCounts:
         return float((weight * (count - mean) ** 2).sum() / (p * (1 - p)).sum())
 
     def levels(self) -> dict[str, tuple[int, int]]:
-        """The three definitions of a change, by name: how many changed, of how many."""
+        """Return (changed, total) for each of the three definitions of a change, by name: slot, site, token."""
         return {
             "slot": (self.slots_changed, self.slots_total),
             "site": (self.sites_changed, self.sites_total),
@@ -116,8 +117,9 @@ class ChangeCounts:
         }
 
     def rates(self) -> dict[str, float]:
-        """Fractions slot_change, site_change, token_change, and mean jaccard of (token, site) pairs; also
-        flips_per_token (sites per token) and overdispersion (ratio of variances). NaN without a denominator.
+        """Return the change rates by name. These are the fractions slot_change, site_change, token_change; the mean
+        jaccard of (token, site) pairs; flips_per_token (sites per token); overdispersion (ratio of variances). NaN
+        without a denominator.
         """
         k = self.site_deviation.shape[1] - 1
         d = torch.arange(k + 1, device="cpu")
@@ -130,7 +132,7 @@ class ChangeCounts:
         }
 
     def __radd__(self, nothing: int) -> "ChangeCounts":
-        """So that `sum` of counts is their sum: it begins with 0."""
+        """Return self for 0, with which `sum` begins, so that `sum` of counts works."""
         return self if nothing == 0 else NotImplemented
 
     def __add__(self, other: "ChangeCounts") -> "ChangeCounts":
@@ -151,17 +153,17 @@ class ChangeCounts:
 def change_counts(
     old: Routes, new: Routes, mask: Shaped[Tensor, "..."] | None = None, *, pair: str = "policies"
 ) -> ChangeCounts:
-    """Count changes; everything that reports a rate goes through here.
+    """Count the changes between two sets of routes; everything that reports a rate uses this function.
 
     mask: bool or 0/1 over the leading axes (`[B,T]`), True on the tokens to count, e.g. `attention_mask`: leave out
     padding, and for a metric of the completion, the prompt. The result is on the CPU.
 
-    Routes of `generate` are one token short, for the last sampled one was never routed: with `mask` of the whole output
-    `routes.realign(mask, mask)` gives it a row without a route, which is left out here. Both recordings need the same
-    attention mask: one that was forgotten changes experts at equal weights.
+    Routes of `generate` are one token short, because the last sampled token was never routed: with the `mask` of the
+    whole output, `routes.realign(mask, mask)` gives that token a row without a route, which is not counted here. Both
+    recordings need the same attention mask: a forgotten mask changes experts at equal weights.
 
-    Dropout and router jitter count as change of experts, at equal weights, too: of recordings in eval mode, or after
-    `moe_rl.measure.randomness.turn_off_randomness`, it is the change between two policies.
+    Dropout and router jitter change experts at equal weights, too, and such changes are counted. To count only the
+    change between two policies, record in eval mode, or after `moe_rl.measure.randomness.turn_off_randomness`.
 
     Raises RoutingError if shapes, sites, their numbers of experts or, where both know them, the counted tokens differ.
     """
@@ -183,7 +185,7 @@ def change_counts(
 def _count(
     old: Integer[Tensor, "N L K"], new: Integer[Tensor, "N L K"], mask: Bool[Tensor, " N"] | None
 ) -> ChangeCounts:
-    """The counts of a part of the tokens that is small enough to hold some numbers for each of its rows."""
+    """Count the changes of a part of the tokens that is small enough to hold some numbers for each of its rows."""
     tokens, sites, k = old.shape
     index, changed, routed = differing_rows(old.reshape(-1, k), new.reshape(-1, k))
     here = old.device.type == "cpu"  # numpy divides and counts whole numbers several times faster than torch does there
@@ -211,7 +213,7 @@ def _count(
 
 
 def aligned(old: Routes, new: Routes) -> tuple[Tensor, Tensor]:
-    """Ids of both as `differing_rows` takes them, the sites of `new` in the order of `old`."""
+    """Return the ids of both as `differing_rows` takes them, with the sites of `new` in the order of `old`."""
     if isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts):
         new = in_order_of(old, new)
     a, b = (_ids(x) for x in (old, new))
@@ -226,6 +228,7 @@ def aligned(old: Routes, new: Routes) -> tuple[Tensor, Tensor]:
 
 
 def _remedy(old: torch.Size, new: torch.Size) -> str:
+    """Return advice on two shapes that do not match, for an error message."""
     if len(old) == len(new) == 4 and old[0] != new[0]:
         return "of the sequences that both have, take .rows"
     if len(old) == len(new) == 4 and abs(old[1] - new[1]) == 1:
@@ -237,7 +240,7 @@ def _remedy(old: torch.Size, new: torch.Size) -> str:
 
 
 def in_order_of(old: RoutedExperts, new: RoutedExperts) -> RoutedExperts:
-    """`new` with its sites in the order of `old`. RoutingError where sites or their numbers of experts differ."""
+    """Return `new` with its sites in the order of `old`. Raises RoutingError if sites or numbers of experts differ."""
     if old.sites != new.sites:
         new = _named_alike(old, new)
         if missing := set(old.sites) ^ set(new.sites):
@@ -247,7 +250,7 @@ def in_order_of(old: RoutedExperts, new: RoutedExperts) -> RoutedExperts:
                 f"{len(missing)}): routes of different models? To compare a part of the sites, use select"
             )
         new = new.select(old.sites)
-    if old.num_experts != new.num_experts:  # an expert of one number is no expert of the other
+    if old.num_experts != new.num_experts:  # models of other sizes: equal ids are other experts
         raise RoutingError(
             f"the old routes are of {old.num_experts} experts and the new ones of {new.num_experts}: routes of "
             "different models?"
@@ -256,7 +259,7 @@ def in_order_of(old: RoutedExperts, new: RoutedExperts) -> RoutedExperts:
 
 
 def _named_alike(old: RoutedExperts, new: RoutedExperts) -> RoutedExperts:
-    """`new` under the names of `old`, where one of them was named as a part of a model around its own."""
+    """Return `new` under the names of `old`, if one was recorded on a part of the other's model; else `new`."""
     pairs = list(zip(old.sites, new.sites, strict=False))
     if len(old.sites) != len(new.sites) or not all(within(a, b) for a, b in pairs):
         return new
@@ -273,7 +276,7 @@ def _ids(routes: Routes) -> Tensor:
 
 
 def check_plain(ids: Any) -> None:
-    """Raises RoutingError for what is no tensor `[...,L,K]`."""
+    """Raise RoutingError unless `ids` is a tensor `[...,L,K]`."""
     if not isinstance(ids, Tensor) or ids.ndim < 2:
         got = f"one of {ids.ndim} axes" if isinstance(ids, Tensor) else type(ids).__name__
         raise RoutingError(
@@ -283,7 +286,7 @@ def check_plain(ids: Any) -> None:
 
 
 def refuse_other_tokens(old: Routes, new: Routes, mask: Bool[Tensor, "..."] | None) -> None:
-    """RoutingError where both know their tokens, and a token that counts is another one."""
+    """Raise RoutingError if both know their tokens and a counted token differs."""
     if not (isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts)):
         return
     if old.tokens is None or new.tokens is None:
@@ -299,5 +302,5 @@ def refuse_other_tokens(old: Routes, new: Routes, mask: Bool[Tensor, "..."] | No
 
 
 def quotient(numerator: float | int, denominator: float | int) -> float:
-    """NaN over 0."""
+    """Return numerator / denominator, or NaN if the denominator is 0."""
     return numerator / denominator if denominator else float("nan")

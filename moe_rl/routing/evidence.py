@@ -1,4 +1,4 @@
-"""Do forced experts show in what a router returns and what its experts are called with? Whatever form they take."""
+"""Test whether forced experts show, in any known form, in what a router returns and its experts are called with."""
 
 from typing import Any
 
@@ -7,8 +7,9 @@ from torch import Tensor
 
 
 def kept_slots(forced: Tensor, output: Any, arrived: Any, num_experts: int) -> Tensor | None:
-    """Which slots of `forced` `[N,K]` show unchanged: all; all but those of one id (a skip expert that is remapped); or
-    None. output: of the router; arrived: arguments of the modules beside it, which decide where they hold ids."""
+    """Return which slots of `forced` `[N,K]` show unchanged; None if they do not. Either all do, or all but those of
+    one id (a skip expert that is remapped). output: what the router returned; arrived: arguments of the modules beside
+    the router, which decide if they hold ids."""
     received = _ids_like(forced, arrived) or _ids_like(forced, output)
     if received:
         kept = [_unchanged(ids, forced) for ids in received]
@@ -30,7 +31,7 @@ def kept_slots(forced: Tensor, output: Any, arrived: Any, num_experts: int) -> T
 
 
 def _ids_like(forced: Tensor, values: Any) -> list[Tensor]:
-    """Integer tensors `[..,K]` with one row for each token."""
+    """Return the integer tensors `[..,K]` in `values` that have one row for each token, in the shape of `forced`."""
     tensors = [t for t in tensors_of(values) if not t.is_floating_point() and t.dtype != torch.bool]
     return [
         t.reshape(forced.shape)
@@ -40,6 +41,7 @@ def _ids_like(forced: Tensor, values: Any) -> list[Tensor]:
 
 
 def _unchanged(ids: Tensor, forced: Tensor) -> Tensor | None:
+    """Return which slots of `ids` equal `forced`, if all do, or all but every slot of one forced id; else None."""
     same = ids == forced
     if bool(same.all()):
         return same
@@ -48,7 +50,7 @@ def _unchanged(ids: Tensor, forced: Tensor) -> Tensor | None:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in nested tuples and lists."""
+    """Return all tensors in nested tuples and lists."""
     if isinstance(value, Tensor):
         return [value]
     return [t for item in value for t in tensors_of(item)] if isinstance(value, tuple | list) else []

@@ -7,7 +7,7 @@
 
 The first two, in this file, are one *dropless* pipeline (MegaBlocks, arXiv 2211.15841): the T*K routed slots are sorted
 by expert, every expert multiplies its own run of rows whatever its length, and the results return to their tokens. No
-expert has a capacity, so no token is dropped and no expert's rows are padded. The third is all of
+expert has a capacity, so no token is dropped and no expert's rows are padded. The third is in
 `moe_rl.routing.experts_sorted`.
 
 An experts implementation receives the indices and weights that the router has already chosen. Recording and
@@ -39,12 +39,12 @@ On any device, experts_implementation="megablocks_reference" runs the same pipel
 
 @dataclass(frozen=True)
 class Backend:
-    """Six operations that make a dropless experts layer, as `megablocks.ops` and `grouped_gemm` spell them.
+    """The six operations of a dropless experts layer, with the signatures of `megablocks.ops` and `grouped_gemm`.
 
     S = T*K slots, numbered row-major: slot = token * K + k. "Sorted row" r belongs to slot `indices[r]`.
 
-    - `sort(ids [S], end_bit) -> (bin_ids [S], indices [S])`: experts in ascending order, and the slots in it;
-      stable; only the lowest `end_bit` bits are looked at.
+    - `sort(ids [S], end_bit) -> (bin_ids [S], indices [S])`: experts in ascending order, and their slots;
+      stable; only the lowest `end_bit` bits are compared.
     - `histogram(ids [S], E) -> counts [E]`
     - `cumsum(counts [E], dim) -> bins [E]`: inclusive.
     - `gather(x [T, d], indices, bin_ids, bins, K) -> [S, d]`: token rows, sorted by expert.
@@ -69,7 +69,7 @@ def dropless_experts(
     top_k_weights: Float[Tensor, "T K"],
     backend: Backend,
 ) -> Float[Tensor, "T d"]:
-    """Dropless experts layer: sort, count, permute, gate_up, gate, down, unpermute.
+    """Compute a dropless experts layer: sort, count, permute, gate_up, gate, down, unpermute.
 
         y[t] = sum_k w[t,k] * W_down[e] gate(W_gate_up[e] x[t]),   e = top_k_index[t,k]
 
@@ -114,9 +114,9 @@ def megablocks_reference(
     top_k_index: Int[Tensor, "T K"],
     top_k_weights: Float[Tensor, "T K"],
 ) -> Float[Tensor, "T d"]:
-    """`dropless_experts` in plain torch: any device, float16 to float64, gradients by autograd.
+    """Compute `dropless_experts` in plain torch: any device, float16 to float64, gradients by autograd.
 
-    It rounds where the MegaBlocks kernels round, so that the two can be compared in bf16.
+    Rounds where the MegaBlocks kernels round, so that the two implementations can be compared in bf16.
 
     >>> import torch
     >>> from transformers import MixtralConfig
@@ -140,7 +140,7 @@ def megablocks(
     top_k_index: Int[Tensor, "T K"],
     top_k_weights: Float[Tensor, "T K"],
 ) -> Float[Tensor, "T d"]:
-    """`dropless_experts` with the kernels of MegaBlocks and grouped_gemm: bfloat16 on a CUDA device.
+    """Compute `dropless_experts` with the kernels of MegaBlocks and grouped_gemm: bfloat16 on a CUDA device.
 
     Under Triton's interpreter (`TRITON_INTERPRET=1`) CPU tensors pass, for tests that supply stand-ins for
     the two compiled modules.
@@ -155,11 +155,11 @@ def megablocks(
 
 
 def check_megablocks(dtype: torch.dtype, device: str) -> None:
-    """Refuse, before anything is loaded, a `megablocks` that could not run: all that is missing in one message.
+    """Raise UnsupportedExpertsError, before anything is loaded, if `megablocks` could not run, naming all it lacks.
 
     Args:
-        dtype: that the experts will compute in.
-        device: `auto`, `cuda`, ...: where; `auto` is a CUDA device where there is one.
+        dtype: the dtype that the experts will compute in.
+        device: where the experts will run: `auto`, `cuda`, ...; `auto` is a CUDA device if there is one.
 
     Under Triton's interpreter (`TRITON_INTERPRET=1`) any device and dtype pass.
 
@@ -188,11 +188,11 @@ def check_megablocks(dtype: torch.dtype, device: str) -> None:
 
 
 def register_experts() -> tuple[str, ...]:
-    """Make `megablocks`, `megablocks_reference` and `sorted_mm` known to transformers; returns the names.
+    """Register `megablocks`, `megablocks_reference` and `sorted_mm` with transformers, and return these names.
 
     From then on `from_pretrained(..., experts_implementation=NAME)` and
     `model.set_experts_implementation(NAME)` accept them. Registering twice changes nothing. Needs neither
-    MegaBlocks nor a GPU: what is missing is said when a layer first runs.
+    MegaBlocks nor a GPU: a missing part is reported when a layer first runs.
 
     `generate` on a GPU replaces `grouped_mm` by `batched_mm` while it decodes; it leaves these names alone,
     so sampling and training run the same experts code.
@@ -204,10 +204,10 @@ def register_experts() -> tuple[str, ...]:
 
 
 def check_experts_name(name: str | None) -> None:
-    """Refuse an experts implementation that transformers does not know. None is transformers' default.
+    """Raise UnsupportedExpertsError for an experts implementation that transformers does not know. None is its default.
 
     Raises:
-        UnsupportedExpertsError: naming those that it knows.
+        UnsupportedExpertsError: naming the implementations that transformers knows.
     """
     known = {"eager", *register_experts(), *ALL_EXPERTS_FUNCTIONS.keys()}
     if name is not None and name not in known:
@@ -217,7 +217,7 @@ def check_experts_name(name: str | None) -> None:
 
 
 def _check_kernels(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> None:
-    """What MegaBlocks' and grouped_gemm's kernels lack, beyond `check_experts`."""
+    """Raise UnsupportedExpertsError for what MegaBlocks' and grouped_gemm's kernels lack, beyond `check_experts`."""
     where, instead = type(experts).__name__, "Or choose experts_implementation='megablocks_reference'."
     device = hidden_states.device
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -243,7 +243,8 @@ def _check_kernels(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> 
 
 
 def _check_counted(experts: Any, batch_sizes: Tensor, top_k_index: Tensor) -> None:
-    """An index that no expert owns is in no count. The counts are on the CPU anyway, so the check is free."""
+    """Raise RoutingError if an index names no expert, and so is in no count. The counts are on the CPU anyway, so the
+    check is free."""
     uncounted = top_k_index.numel() - int(batch_sizes.sum())
     if uncounted:
         raise RoutingError(
@@ -253,6 +254,8 @@ def _check_counted(experts: Any, batch_sizes: Tensor, top_k_index: Tensor) -> No
 
 
 def _megablocks_backend() -> Backend:
+    """Return the operations of MegaBlocks and grouped_gemm. Raises ImportError, with the install steps, if one is
+    missing."""
     try:
         from grouped_gemm.ops import gmm
         from megablocks import ops
@@ -264,7 +267,7 @@ def _megablocks_backend() -> Backend:
     return Backend(ops.sort, ops.histogram, ops.inclusive_cumsum, ops.gather, gmm, ops.scatter)
 
 
-# -- the same operations in plain torch; `bin_ids` and `bins`, where each expert's rows start, are for kernels ---------
+# -- the same operations in plain torch; `bin_ids` and `bins` are for kernels only -------------------------------------
 
 
 def _sort(ids: Tensor, end_bit: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`sorted_mm`: experts for small models on a CPU, where moving rows costs more than the products.
+"""Experts implementation `sorted_mm` for small models on a CPU, where moving rows costs more than the products.
 
     y[t] = sum_k w[t,k] * W_down[e] gate(W_gate_up[e] x[t]),   e = top_k_index[t,k]
 
@@ -24,15 +24,15 @@ from moe_rl.routing.errors import RoutingError, UnsupportedExpertsError
 
 
 class Slots(NamedTuple):
-    """The S = T*K slots, slot = token * K + k, and where they stand when sorted by expert.
+    """The S = T*K slots (slot = token * K + k), and their order when sorted by expert.
 
     Attributes:
         slot: `[S]`, slot of each sorted row.
         token: `[S]`, token of each sorted row.
         row: `[S]`, sorted row of each slot.
         bags: `[T]`, first slot of each token.
-        sizes: how many rows each expert has.
-        offsets: where they end, on the device.
+        sizes: how many rows each of the E experts has.
+        offsets: `[E]`, where the rows of each expert end, on the device.
     """
 
     slot: Tensor
@@ -43,12 +43,12 @@ class Slots(NamedTuple):
     offsets: Tensor
 
     def sums(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """`[S,d] -> [T,d]`: the sum over each token's slots of weight (`[S]`, by slot) times row."""
+        """Return `[T,d]` from rows `[S,d]`: the sum over each token's slots of weight (`[S]`, by slot) times row."""
         return torch.embedding_bag(rows, self.row, self.bags, False, 0, False, weights)[0]
 
 
 def sort_slots(top_k_index: Int[Tensor, "T K"], num_experts: int) -> Slots:
-    """Raises RoutingError for an index outside 0..num_experts-1."""
+    """Sort the slots of `top_k_index` by expert. Raises RoutingError for an index outside 0..num_experts-1."""
     (T, K), device = top_k_index.shape, top_k_index.device
     ids, slot = top_k_index.reshape(-1).sort()
     experts = torch.arange(num_experts + 1, device=device, dtype=ids.dtype)
@@ -71,7 +71,7 @@ def sorted_mm(
     top_k_index: Int[Tensor, "T K"],
     top_k_weights: Float[Tensor, "T K"],
 ) -> Float[Tensor, "T d"]:
-    """The experts layer `self`, on any device and in any float dtype; see the module.
+    """Compute the experts layer `self`, on any device and in any float dtype; the module docstring has the equation.
 
     Computed in the dtype of the expert weights, or of an enclosing `torch.autocast`; returned in that of
     `hidden_states`. Differentiable once in the hidden states, the routing weights and the expert weights. One device
@@ -89,7 +89,7 @@ def sorted_mm(
     gate_up, down = gate_up.to(dtype), down.to(dtype)
     slots = sort_slots(top_k_index, gate_up.shape[0])
     weights = top_k_weights.reshape(-1).to(torch.promote_types(dtype, top_k_weights.dtype))
-    autocast = torch.is_autocast_enabled(device := hidden_states.device.type)  # entering a context takes its time
+    autocast = torch.is_autocast_enabled(device := hidden_states.device.type)  # entering a context costs time
     with torch.autocast(device, enabled=False) if autocast else nullcontext():
         rows = _run(_Up, hidden_states.to(dtype), gate_up, transposed, slots)
         rows = _run(_SwiGLU, rows) if _is_swiglu(self) else self._apply_gate(rows)
@@ -98,18 +98,18 @@ def sorted_mm(
 
 
 def _is_swiglu(experts: Any) -> bool:
-    """Whether the gate is silu(first half) * second half."""
+    """Return whether the gate is silu(first half) * second half."""
     plain = getattr(type(experts), "_apply_gate", None) is getattr(moe, "_default_apply_gate", type)
     return plain and isinstance(experts.act_fn, nn.SiLU)
 
 
 def _run(node: Any, *inputs: Any) -> Tensor:
-    """The node, without the cost of autograd where no gradient is wanted."""
+    """Apply the autograd function `node`; if no gradient is wanted, call its forward alone, which is faster."""
     return node.apply(*inputs) if torch.is_grad_enabled() else node.forward(_Untaped(), *inputs)
 
 
 class _Untaped:
-    """The context of a node that is never asked for gradients."""
+    """Stand-in for the context of an autograd function that is never asked for gradients."""
 
     def save_for_backward(self, *_: Tensor) -> None:
         pass
@@ -119,7 +119,7 @@ class _Untaped:
 
 
 def _kernel(*tensors: Tensor) -> bool:
-    """Whether torch's grouped product takes these: it has no float64, and wants rows of multiples of 16 bytes."""
+    """Return whether torch's grouped product takes these: no float64, and rows of multiples of 16 bytes."""
     return hasattr(F, "grouped_mm") and all(
         t.dtype != torch.float64 and t.data_ptr() % 16 == 0 and all(n * t.itemsize % 16 == 0 for n in t.shape[1:])
         for t in tensors
@@ -127,7 +127,7 @@ def _kernel(*tensors: Tensor) -> bool:
 
 
 def _products(x: Tensor, w: Tensor, slots: Slots) -> Tensor:
-    """`[S,in]` sorted rows times `[E,in,out]`, each by its expert's matrix: `[S,out]`."""
+    """Return `[S,out]`: sorted rows `[S,in]`, each times the matrix of its expert in `[E,in,out]`."""
     if _kernel(x, w):
         return F.grouped_mm(x, w, offs=slots.offsets)
     out = x.new_empty(x.shape[0], w.shape[2])
@@ -137,7 +137,7 @@ def _products(x: Tensor, w: Tensor, slots: Slots) -> Tensor:
 
 
 def _outer_sums(x: Tensor, y: Tensor, slots: Slots) -> Tensor:
-    """Sums of x^T y over the rows `[S,in]`, `[S,out]` of each expert: `[E,in,out]`, zeros where it has none."""
+    """Return `[E,in,out]`: sums of x^T y over the rows `[S,in]`, `[S,out]` of each expert; zeros if it has none."""
     if _kernel(x, y):
         return F.grouped_mm(x.T, y, offs=slots.offsets)
     out = x.new_empty(len(slots.sizes), x.shape[1], y.shape[1])
@@ -146,11 +146,11 @@ def _outer_sums(x: Tensor, y: Tensor, slots: Slots) -> Tensor:
     return out
 
 
-# -- the three nodes --------------------------------------------------------------------------------------------------
+# -- the three autograd functions --------------------------------------------------------------------------------------
 
 
 class _Up(torch.autograd.Function):
-    """Rows of the tokens, sorted, times their experts' matrices: `[T,in] -> [S,out]`."""
+    """Autograd function: rows of the tokens, sorted, times their experts' matrices: `[T,in] -> [S,out]`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, transposed: bool, slots: Slots) -> Tensor:
@@ -173,7 +173,7 @@ class _Up(torch.autograd.Function):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(first half) * second half of each row."""
+    """Autograd function: silu(first half) * second half of each row."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
@@ -193,7 +193,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """Sorted rows times their experts' matrices, weighted and summed by token: `[S,in] -> [T,out]`."""
+    """Autograd function: sorted rows times their experts' matrices, weighted and summed by token. `[S,in] ->
+    [T,out]`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, weights: Tensor, transposed: bool, slots: Slots) -> Tensor:
@@ -214,16 +215,16 @@ class _Down(torch.autograd.Function):
             dw = _outer_sums(scaled, grad, slots) if ctx.transposed else _outer_sums(grad, scaled, slots)
         if need_x or need_weights:
             dx = _products(grad, w.mT if ctx.transposed else w, slots)
-        if need_weights:  # (W x).g = x.(W^T g): along the narrower side
+        if need_weights:  # (W x).g = x.(W^T g): summed over the narrower side
             d_weights = (dx * x).sum(1, dtype=weights.dtype).index_select(0, slots.row)
         return dx.mul_(scale) if need_x and dx is not None else None, dw, d_weights, None, None
 
 
-# -- what the experts must be ------------------------------------------------------------------------------------------
+# -- which experts are supported ---------------------------------------------------------------------------------------
 
 
 def check_experts(experts: Any) -> None:
-    """Refuse experts that `sorted_mm` and the pipeline of MegaBlocks would compute wrongly.
+    """Raise UnsupportedExpertsError for experts that `sorted_mm` and the MegaBlocks pipeline would compute wrongly.
 
     Covered: gated experts without bias, gate and up projections concatenated in `gate_up_proj`, either
     orientation (`is_transposed`), all experts present on this device, ordinary floating-point weights.
@@ -231,7 +232,7 @@ def check_experts(experts: Any) -> None:
     Raises:
         UnsupportedExpertsError: naming the class and every property that is not covered.
     """
-    # getattr with transformers' own defaults: the older ones lack the newer attributes.
+    # getattr with transformers' own defaults: older versions of transformers lack the newer attributes.
     refused = []
     if getattr(experts, "has_bias", False):
         refused.append("its projections have a bias")
@@ -261,7 +262,7 @@ def check_experts(experts: Any) -> None:
 
 
 def compute_dtype(weight: Tensor, device: torch.device) -> torch.dtype:
-    """The dtype in which an experts layer computes: that of its weights, or of an enclosing `torch.autocast`."""
+    """Return the dtype in which an experts layer computes: that of its weights, or of an enclosing `torch.autocast`."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return weight.dtype

@@ -1,4 +1,4 @@
-"""Routes as safetensors files: written atomically; a file says what it is and has a checksum."""
+"""Safetensors files of routes, written atomically, with a header that names the format, and a checksum."""
 
 import hashlib
 import json
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 
 FORMAT = "moe_rl.routed_experts"
 FORMAT_VERSION = 2
-"""1 had no checksum."""
+"""Version of the file format. Version 1 had no checksum."""
 CHECKSUM = "sha256"
 
 Made = TypeVar("Made", bound="Stored")
 
 
 class Stored:
-    """Files and tables of `RoutedExperts`, into which it is mixed."""
+    """Mixin of `RoutedExperts`: its files and tables."""
 
-    _trusted: Any  # the constructor of what is known to be valid
+    _trusted: Any  # constructor without checks, for valid parts
 
     @property
     def token_hash(self: Any) -> str | None:
-        """SHA-256 over shape and int32 little-endian values of the tokens; None where they are unknown."""
+        """SHA-256 over shape and int32 little-endian values of the tokens; None if the tokens are unknown."""
         if self.tokens is None:
             return None
         values = self.tokens.cpu().contiguous().numpy().astype("<i4")
         return hashlib.sha256(repr(values.shape).encode() + values.tobytes()).hexdigest()
 
     def save(self: Any, path: str | os.PathLike[str]) -> None:
-        """One safetensors file; its header has sites, num_experts, K, meta, token hash, library versions.
+        """Write one safetensors file; its header has sites, num_experts, K, meta, token hash, library versions.
 
-        Written to a temporary name, flushed, then renamed, so that `path` is never half a file. Under a name that other
-        readers take for theirs (.parquet, .csv, .npy, .npz) it is written with a warning.
+        Written to a temporary name, flushed, then renamed, so that `path` is never half a file. A name that other
+        readers take for their format (.parquet, .csv, .npy, .npz) is accepted with a warning.
         """
         if (suffix := Path(path).suffix.lower()) in (".parquet", ".csv", ".npy", ".npz"):
             warnings.warn(
@@ -91,10 +91,10 @@ class Stored:
         return routes.to(device)
 
     def to_frame(self: Any, mask: Tensor | None = None) -> "pd.DataFrame":
-        """Tidy table, one row per (sequence, position, site); live rows are left out.
+        """Return a tidy table, one row per (sequence, position, site); live rows are left out.
 
         Columns: `sequence`, `position` (t), `token` (where known), `site` (categorical), `expert_0` ..
-        `expert_{K-1}` in slot order. mask: `[B,T]`, only positions where it is True.
+        `expert_{K-1}` in slot order. mask: `[B,T]`, True at the positions to keep.
 
         >>> from moe_rl.routing import RoutedExperts
         >>> routes = RoutedExperts(torch.tensor([[[[3, 0]], [[2, 3]]]]), ["gate"], 4)
@@ -117,9 +117,9 @@ class Stored:
 
 
 def write_routes(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Write a file whole or not at all, with a checksum of all that is in it.
+    """Write a file of routes whole or not at all, with a checksum of all that is in the file.
 
-    header: JSON values, kept in that of the safetensors file.
+    header: JSON values, kept in the header of the safetensors file.
     """
     try:
         text = {key: json.dumps(value) for key, value in {**header, "written_by": _versions()}.items()}
@@ -131,7 +131,7 @@ def write_routes(path: str | os.PathLike[str], tensors: dict[str, Tensor], heade
 
 
 def read_routes(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and header of a file of `write_routes`.
+    """Return the tensors and the header of a file that `write_routes` made.
 
     Raises FileNotFoundError; RoutingError, each with its own message, for a folder and a file that is cut off, that is
     not safetensors, that holds something else, that a newer version wrote, or whose content is not what was written.
@@ -151,7 +151,7 @@ def read_routes(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[s
                 raise RoutingError(
                     f"{path}: format version {written}, this moe_rl reads up to {FORMAT_VERSION}; update it"
                 )
-            names = file.keys()  # no dict: it cannot be iterated over
+            names = file.keys()  # `file` is no dict: it cannot be iterated over
             tensors = {name: file.get_tensor(name) for name in names}
         checksum = header.pop(CHECKSUM, None)
         if checksum != _checksum(tensors, header) and (checksum is not None or written > 1):
@@ -166,7 +166,7 @@ def read_routes(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[s
 
 
 def _checksum(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
-    """SHA-256 of every header entry and of every tensor's name, dtype, shape and bytes."""
+    """Return the SHA-256 of every header entry and of every tensor's name, dtype, shape and bytes."""
     digest = hashlib.sha256(json.dumps(sorted(header.items())).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -176,6 +176,7 @@ def _checksum(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
 
 def _what_it_is(path: Path) -> str:
     # Layout of safetensors: u64 header length, JSON header, data.
+    """Return a guess of what is wrong with a file that safetensors cannot read."""
     with open(path, "rb") as file:
         start = file.read(9)
     size = path.stat().st_size

@@ -1,10 +1,10 @@
-"""Hooks on a model's routers, and who listens to them.
+"""Hooks on a model's routers, which inform the open contexts (listeners) and force their routes.
 
-One `Tap` per model. Its hooks are on the model while a context is open or the model is attached; nothing of them is
-left behind. Listeners (the open contexts) stand in a list, outermost first; each is told when a call of the model
-begins and when it ends. Per site there are three hooks: before the router (enter the mode that answers its selection),
-after it (leave the mode), and before the experts (read the ids that reach them: what is recorded, and the proof that
-what was forced was used). Where all contexts only read, and the ids reach the experts as they are, the last is enough.
+There is one `Tap` per model. Its hooks are on the model while a context is open or the model is attached, and leave
+nothing behind. Listeners are kept in a list, outermost first; each is told when a call of the model begins and when it
+ends. Per site there are three hooks: before the router (enter the mode that answers its selection), after the router
+(leave the mode), and before the experts (read the ids that reach them: what is recorded, and the proof that what was
+forced was used). If all contexts only read, and the ids reach the experts unchanged, the last hook is enough.
 """
 
 import inspect
@@ -32,12 +32,12 @@ from moe_rl.routing.traced import no_type_check
 
 
 def _inert(*_: Any) -> None:
-    """What our hooks become in a copy of the model."""
+    """Do nothing: what replaces our hooks in a copy of the model."""
 
 
 @no_type_check
 class _Hook(partial):
-    """A hook that does nothing in a copy of its model, deep or pickled: that model has hooks of its own."""
+    """A hook that does nothing in a deep or pickled copy of its model, because the copy gets hooks of its own."""
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Callable[..., None]:
         return _inert
@@ -48,45 +48,45 @@ class _Hook(partial):
 
 @cache
 def _parameters(forward: Callable[..., Any]) -> list[str]:
-    """The names of the arguments of a class's method, in order: asked for once, as each context may make a `Tap`."""
+    """Return the argument names of a class's method, in order; cached, because each context may make a `Tap`."""
     return list(inspect.signature(forward).parameters)[1:]
 
 
 @no_type_check
 class Tap:
-    """Hooks on one model: the boundary opens and closes a Call, each router asks it what to do."""
+    """The hooks on one model: those on the boundary open and close a Call, those on a router carry out its Job."""
 
     def __init__(self, model: nn.Module, sites: list[Site], boundary: PreTrainedModel) -> None:
         self.root, self.sites, self.boundary = model, sites, boundary
         self.selecting: list[nn.Module] = []  # the routers, their blocks and experts
-        self.modules: list[nn.Module] = []  # all of the root's
+        self.modules: list[nn.Module] = []  # all modules of the root
         self.names = [site.name for site in sites]
-        own = vars(boundary).get("forward")  # in place of its class's; may hold the model, so that it is not kept
+        own = vars(boundary).get("forward")  # replaces the class's; not cached: it may hold the model
         self.parameters = list(inspect.signature(own).parameters) if own else _parameters(type(boundary).forward)
         self.probes: list[Selector] = []  # what the self-check learned last
-        self.modes: dict[tuple[bool, int], Selector] = {}  # by train mode and site
+        self.modes: dict[tuple[bool, int], Selector] = {}  # selectors by train mode and site
         self.examining = False  # the self-check is under way, and judges for itself
         self.listeners: list[Listener] = []
-        self.thread = 0  # that opened the contexts
-        self.users = 0
+        self.thread = 0  # the thread that opened the contexts
+        self.users = 0  # number of open contexts and attachments
         self.call: Call | None = None
-        self.left: list[CacheState] = []  # by the last call on each, newest first
-        self._entered: dict[int, Selection] = {}  # and not left, by site
+        self.left: list[CacheState] = []  # state of each KV cache after the last call on it, newest first
+        self._entered: dict[int, Selection] = {}  # modes that are on, by site
         self._looked: set[int] = set()  # sites without `arrival` whose output was looked at in this context
-        self.words: Tensor | None = None  # input_ids of the whole model's call, where it has a part with the routers
-        self.lost: Any = None  # [L]: rows that were forced and not used; None where nothing is forced
+        self.words: Tensor | None = None  # input_ids of the outer model's call, if there is one (`whole`)
+        self.lost: Any = None  # [L]: number of rows forced and not used; None if nothing is forced
         self._handles: list[Any] = []
-        self._readers: list[tuple[Any, int]] = []  # the pre-hooks of experts, and which of them is ours
+        self._readers: list[tuple[Any, int]] = []  # pre-hooks of the experts, and the id of ours
         self._with_router: set[int] = set()  # sites whose routers have hooks
-        self._steered = False  # all of them, not only those where the router alone shows the ids
-        self.resumed: dict[int, Call] = {}  # that a segment is run again of, by the thread that does
+        self._steered = False  # all routers have hooks, not only those that alone show the ids
+        self.resumed: dict[int, Call] = {}  # by thread: the Call of the segment that the thread runs again
         self._checkpointed: list[nn.Module] = []  # the modules that have, or may get, a checkpoint function
-        self._followed: list[tuple[nn.Module, str]] = []
+        self._followed: list[tuple[nn.Module, str]] = []  # replaced checkpoint functions
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def hook(self, steer: bool = True) -> bool:
-        """Put on the hooks that are not there yet; `steer`: those on all routers, too. Whether there were none."""
+        """Put on missing hooks; with `steer` also those on all routers. Return whether there were none before."""
         if new := not self._handles:
             if (whole := self.whole()) is not None:
                 self._add(whole, self.before_whole, self.after_whole)
@@ -108,13 +108,13 @@ class Tap:
         if steer and not self._steered:
             self._steered = True
             for index in range(len(self.sites)):
-                if index not in self._with_router:  # of one that a self-check begins anew nothing is known
+                if index not in self._with_router:  # in a new self-check every router has hooks already
                     self._add_router(index)
         self.read_last()
         return new
 
     def read_last(self) -> None:
-        """Put our hooks on the experts behind those that were added since, which may change the ids."""
+        """Move our hooks on the experts behind hooks that were added later, because those may change the ids."""
         for hooks, own in self._readers:
             if next(reversed(hooks), own) != own and own in hooks:
                 hooks.move_to_end(own)
@@ -129,7 +129,7 @@ class Tap:
         self._handles.append(module.register_forward_hook(_Hook(after, *first), always_call=True))
 
     def follow(self) -> None:
-        """Stand in for the checkpoint functions that are not followed yet."""
+        """Replace the checkpoint functions that are not followed yet by `Segments`."""
         for module in self._checkpointed:
             for name in CHECKPOINT_FUNCTIONS:
                 own = vars(module).get(name)
@@ -138,12 +138,13 @@ class Tap:
                     self._followed.append((module, name))
 
     def whole(self) -> PreTrainedModel | None:
-        """The outermost model of which `boundary` is the language part, which it may call with embeddings of text and
-        images; it alone is given the tokens."""
+        """Return the outermost model of which `boundary` is the language part, or None. This model alone is given the
+        tokens; it may call the boundary with embeddings of text and images."""
         others = (m for m in self.modules if isinstance(m, PreTrainedModel) and m.config is not self.boundary.config)
         return next((m for m in others if any(part is self.boundary for part in m.modules())), None)
 
     def unhook(self) -> None:
+        """Take off all hooks, and put the checkpoint functions back."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -158,25 +159,26 @@ class Tap:
         self.left = []
 
     def abandon(self) -> None:
-        """Leave modes that a KeyboardInterrupt left open (torch runs no hook then), and forget the call."""
+        """Leave the modes that a KeyboardInterrupt left on (torch runs no hook then), and forget the call."""
         while self._entered:
             self._entered.popitem()[1].__exit__(None, None, None)
         self.call = self.words = None
 
     def routers(self, names: list[str]) -> Routers:
-        """What is known of them, apart from the model. names: of the sites, where a context was opened."""
+        """Return what is known of the routers, apart from the model. names: of the sites, seen from the model of the
+        context."""
         model, fixed = getattr(self.boundary.config, "name_or_path", "") or "", [site.fixed for site in self.sites]
         return Routers(tuple(names), fixed, self.probes, model, type(self.boundary).__name__)
 
     def scope(self, index: int, depth: int | None = None) -> tuple[nn.Module, ...]:
-        """The modules in which the selection of a site happens: the router, or a holder of it (DBRX), so many levels up
-        (default: as many as the self-check found)."""
+        """Return the modules in which a site selects: the router, or its holder (DBRX) `depth` levels up. The default
+        depth is that which the self-check found."""
         if depth is None:
             depth = self.probes[index].depth if self.probes else 0
         return self.sites[index].modules if depth == 0 else (self.sites[index].parents[depth - 1],)
 
     def experts(self, index: int) -> nn.Module | None:
-        """The module that the selected ids reach, where they reach one as they are."""
+        """Return the module that receives the selected ids unchanged, or None."""
         arrival = self.probes[index].arrival if self.probes else None
         return None if arrival is None else getattr(self.sites[index].parents[0], arrival[0])
 
@@ -206,7 +208,7 @@ class Tap:
             if stack(None)[1]:
                 raise refusals.checkpointed_by_hand(where)
             if self._entered:
-                self.abandon()  # a call that was interrupted, inside this very context
+                self.abandon()  # an earlier call in this context was interrupted
             self.read_last()
             if torch.is_grad_enabled():
                 self.follow()  # gradient checkpointing may have been switched on since
@@ -275,7 +277,7 @@ class Tap:
                 self.look(index, chosen, output)
 
     def look(self, index: int, chosen: Any, output: Any) -> None:
-        """Once per context, at a site whose ids arrive in a form of their own: are they in what the router returns?"""
+        """Raise RoutingError if ids of another form do not show in the router's output. Once per context and site."""
         if index in self._looked or compiling():
             return
         self._looked.add(index)
@@ -287,7 +289,7 @@ class Tap:
         if call is None or not call.open:
             return
         arrival = self.probes[index].arrival
-        if arrival is None:  # the self-check is under way, and has yet to find out
+        if arrival is None:  # the self-check has not found out yet
             return
         place = arrival[1]
         ids = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
@@ -305,27 +307,28 @@ class Tap:
         k = self.probes[index].k
         call.chosen[index] = ids if ids.ndim == 2 and ids.shape[1] == k else ids.reshape(-1, k)
 
-    # -- whose call is it ---------------------------------------------------------------------------------------------
+    # -- the Call of the current thread -------------------------------------------------------------------------------
 
     def now(self) -> Call | None:
-        """The Call that this thread is in."""
+        """Return the Call that this thread is in, or None."""
         if compiling():
             return self.call
         thread = threading.get_ident()
         return self.resumed.get(thread) or (self.call if thread == self.thread else None)
 
     def asking(self, index: int) -> Call | None:
-        """The Call under which a router runs; None where it is left to itself. Anything that is neither is refused."""
+        """Return the Call under which a router runs; None if the router is left alone. Raises RoutingError in all other
+        cases."""
         if not self.listeners and not self.resumed:
             return None
         call = self.now()
         if call is not None and not call.open:  # recomputed
             return call
-        if call is not None and call.frame is None:  # compiled but for this part, as what runs in a checkpoint is
+        if call is not None and call.frame is None:  # only this part is not compiled, e.g. it is in a checkpoint
             if call.grad and any(listener.steers for listener in self.listeners) and stack(None)[1]:
                 raise refusals.compiled_checkpoints(type(self.boundary).__name__)
             return call
-        if call is not None and not call.grad and beneath(call.frame):  # nothing of it is recomputed
+        if call is not None and not call.grad and beneath(call.frame):  # no gradients: nothing is recomputed
             return call
         inside, checkpointed = stack(None if call is None else call.frame)
         if call is not None and inside:
@@ -333,13 +336,13 @@ class Tap:
                 raise refusals.checkpointed_by_hand(self.names[index])
             return call
         if not self.listeners or checkpointed:
-            return None  # recomputation of a forward from before the context: as live as that was
+            return None  # recomputation of a forward that ran live, before the context
         if threading.get_ident() != self.thread:
             raise refusals.of_another_thread(self.names[index], self.thread)
         raise refusals.outside_a_call(self.names[index], type(self.boundary).__name__)
 
     def checked(self, index: int, module: nn.Module) -> Selector:
-        """What the self-check knows of a router in the mode that it is in."""
+        """Return the Selector of a router in its present mode. Raises RoutingError if that mode was not checked."""
         probe = self.probes[index] if self.examining else self.modes.get((module.training, index))
         if probe is None:
             raise refusals.unchecked_mode(self.names[index], module.training)
@@ -348,7 +351,7 @@ class Tap:
     # -- proof --------------------------------------------------------------------------------------------------------
 
     def prove(self, call: Call) -> None:
-        """The experts got what was forced. On a device, and where compiled, that is added up, and read by `settle`."""
+        """Raise RoutingError if experts got other ids than forced; on a device, or compiled, count for `settle`."""
         kept = None if self.examining else call.kept()
         if kept is None:
             return
@@ -358,7 +361,7 @@ class Tap:
             raise refusals.lost(self.names, (~kept).sum(-1))
 
     def settle(self) -> None:
-        """RoutingError if any row was forced whose experts were others; waits for the device once."""
+        """Raise RoutingError if the experts of a forced row were others; waits for the device once."""
         if self.lost is None:
             return
         lost, self.lost = self.lost, torch.zeros_like(self.lost) if self.listeners else None
@@ -366,13 +369,13 @@ class Tap:
             raise refusals.lost(self.names, lost)
 
     def refuse_other_thread(self) -> None:
-        """RoutingError where another thread has a context open."""
+        """Raise RoutingError if another thread has a context open."""
         if self.listeners and self.thread != threading.get_ident():
             raise refusals.of_another_thread(f"a context of {type(self.boundary).__name__}", self.thread)
 
     @contextmanager
     def listen(self, listener: Listener) -> Iterator[None]:
-        """A context is open."""
+        """Context manager: put the hooks on and inform `listener` of every call."""
         self.refuse_other_thread()
         self.thread = threading.get_ident()
         if not self.listeners:
@@ -382,7 +385,7 @@ class Tap:
         self._looked.clear()
         self.users += 1
         try:
-            self.hook(listener.steers)  # within: an interrupt may come here, too
+            self.hook(listener.steers)  # inside try: a KeyboardInterrupt may arrive here, too
             self.listeners.append(listener)
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Whether a KV cache is as it was left: what proves that two calls of a model are one forward."""
+"""Check that a KV cache is as an earlier call left it, which proves that two calls of a model are one forward."""
 
 import weakref
 from typing import Any
@@ -16,11 +16,11 @@ CHANGED = (
 
 @no_type_check
 class CacheState:
-    """A KV cache as a call left it, to recognise the call that goes on with it and to see what happened in between.
+    """The state of a KV cache after a call, to recognise the call that continues on it and to see changes in between.
 
-    The proof that its rows are still the same sequences: it holds the very tensors that it held, unchanged (torch
-    counts the changes of a tensor), or views of them (a cropped cache). Where that cannot be seen (inference mode, an
-    offloaded or a compiled cache), a sum of the keys of each token, taken over their bits, is compared.
+    The rows of the cache are still the same sequences if the cache holds the very tensors that it held, unchanged
+    (torch counts the changes of a tensor), or views of them (a cropped cache). Where that cannot be seen (inference
+    mode, an offloaded or a compiled cache), a sum of the keys of each token, taken over their bits, is compared.
     """
 
     def __init__(self, cache: Any, length: int) -> None:
@@ -30,11 +30,13 @@ class CacheState:
         self._sums = _sums(cache) if self._places is None or getattr(cache, "is_compileable", False) else None
 
     def holds(self, cache: Any) -> bool:
+        """Return whether this is the state of `cache`."""
         return self._cache() is cache
 
     def changed(self, cache: Any, past: int) -> bool | Tensor:
-        """Before a call that continues this one: are rows of the cache other sequences now, as far as can be proven?
-        A tensor where the answer is on the device: nothing waits for it."""
+        """Return whether rows of the cache may be other sequences now: False only if the contrary is proven. Called
+        before a call that continues this one with `past` cached tokens. Returns a tensor if the answer is on the
+        device, so that nothing waits for it."""
         if self._places is not None and not torch.compiler.is_compiling():
             now = _places(cache) or []
             if len(now) == len(self._places) and all(
@@ -51,18 +53,19 @@ class CacheState:
 
 @no_type_check
 def tokens_in(cache: Any) -> int:
-    """Tokens that are in the cache already."""
+    """Return the number of tokens in the cache; -1 if the cache does not count them."""
     try:
         return int(cache.get_seq_length())
-    except ValueError:  # recurrent layers only: such a cache does not count
+    except ValueError:  # recurrent layers only: such a cache does not count tokens
         return -1
 
 
 @no_type_check
 def _places(cache: Any) -> list[Any] | None:
-    """Of every tensor in the layers of a cache: what it is (or is a view of), how often that was written to, and which
-    row of it is the first. Cropping changes nothing of this, along whichever axis the tokens are. None where torch does
-    not say (inference mode, torch.func)."""
+    """Return the identity and state of every tensor in the layers of a cache, or None if torch does not tell these. For
+    each tensor: what it is (or is a view of), how often that was written to, and which row of it is the first. Cropping
+    changes none of these, along whichever axis the tokens are. torch does not tell in inference mode and under
+    torch.func."""
     found: list[Any] = []
     for layer in getattr(cache, "layers", ()):
         for value in vars(layer).values():
@@ -81,8 +84,9 @@ def _places(cache: Any) -> list[Any] | None:
 
 @no_type_check
 def _sums(cache: Any) -> Tensor | None:
-    """`[B,T]`: over the bits of one layer's keys, so that the order of summation cannot matter. The first layer that
-    keeps all of them, as those of a window are at other places once it was cropped; if none does, the first."""
+    """Return `[B,T]` sums over the bits of one layer's keys, or None. The sums are of integers, so that their order
+    cannot matter. The layer is the first that keeps the keys of all tokens, because those of a sliding window move when
+    it is cropped; if there is none, the first layer."""
     layers = getattr(cache, "layers", ())
     whole = [layer for layer in layers if not getattr(layer, "is_sliding", False)]
     for layer in (*whole, *layers):

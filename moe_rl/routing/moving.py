@@ -1,4 +1,4 @@
-"""Routes in other places: of some sites, elsewhere in a batch, under another padding, of several batches as one."""
+"""Methods of RoutedExperts that select sites, move rows, change the padding, and join batches."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ Made = TypeVar("Made", bound="Moved")
 
 
 class Moved:
-    """What changes where the rows of `RoutedExperts` stand, into which it is mixed."""
+    """Mixin of `RoutedExperts`: selecting sites, moving rows, changing the padding, joining batches."""
 
     packed: Tensor
     sites: tuple[str, ...]
@@ -25,17 +25,17 @@ class Moved:
     _experts: tuple[int, ...]
     _meta: dict[str, Any]
     _has_live: bool | None
-    _trusted: Any  # the constructor of what is known to be valid
-    _with: Any  # the same sites with other rows
+    _trusted: Any  # constructor without checks, for valid parts
+    _with: Any  # makes routes of the same sites with other rows
 
     def select(self: Made, sites: str | int | Iterable[str | int]) -> Made:
-        """The routes of some sites, in that order: names, shell patterns or indices (`match_sites`)."""
+        """Return the routes of some sites, in the given order: names, shell patterns or indices (`match_sites`)."""
         chosen = match_sites(self.sites, sites)
         index = torch.tensor(chosen, device=self.device)
         packed = words(self.packed).index_select(2, index).view(self.packed.dtype)
         experts = [self._experts[i] for i in chosen]
         return self._trusted(
-            repacked(packed, max(experts)),  # the sites with many experts may not be among them
+            repacked(packed, max(experts)),  # without the sites of many experts, the dtype may be smaller
             tuple(self.sites[i] for i in chosen),
             experts,
             tokens=self._tokens,
@@ -44,8 +44,8 @@ class Moved:
         )
 
     def take(self: Made, index: Int[Tensor, "r n"]) -> Made:
-        """The routes of single tokens elsewhere: `index[i,j]` is a flat position in `[B*T]`, or -1 for none, which
-        has no route and an unknown token."""
+        """Return the routes of single tokens in other places. `index[i,j]` is a flat position in `[B*T]`, or -1 for a
+        row without a route and with an unknown token."""
         at = index.to(self.device)
         nothing, at = (at < 0).flatten(), at.flatten().clamp(min=0)
         live = 255 if self.packed.dtype == torch.uint8 else -1
@@ -58,13 +58,13 @@ class Moved:
     def realign(self: Made, from_mask: Tensor, to_mask: Tensor) -> Made:
         """Move the routes from one padding to another: left to right, packed to padded, longer to shorter.
 
-        from_mask: `[B,T]` or `[B,T+1]`, True where the tokens of these routes are. One column more than the
-            routes is what `generate()` leads to: its last token was never fed back, so it has no route (-1).
+        from_mask: `[B,T]` or `[B,T+1]`, True where the tokens of these routes are. After `generate()` the mask has
+            one column more than the routes: the last token was never fed back, so it has no route (-1).
         to_mask: `[B,T']`, True where the same tokens shall be. The n-th True position of a row of from_mask
             moves to the n-th True position of that row of to_mask; all other rows become -1.
 
-        Raises RoutingError if the masks are no tensors, hold other values than 0 and 1 or have other shapes, or a
-        sequence has other token counts in the two.
+        Raises RoutingError if the masks are no tensors, hold other values than 0 and 1 or have other shapes, or if
+        a sequence has different numbers of tokens in the two masks.
 
         >>> from moe_rl.routing import RoutedExperts
         >>> left = RoutedExperts(torch.tensor([[[[-1]], [[5]], [[6]]]]), ["gate"], 8)
@@ -95,8 +95,8 @@ class Moved:
 
     @classmethod
     def cat(cls: type[Made], parts: Sequence[Made]) -> Made:
-        """Join batches along B. Values in `meta` that differ are dropped, but for `hash_routed`, of which the sites of
-        all parts are kept; unknown tokens become -1.
+        """Join batches along B. Values in `meta` that differ are dropped, except `hash_routed`, which keeps the sites
+        of all parts; unknown tokens become -1.
 
         Raises RoutingError if sites, num_experts, T or K differ.
         """
@@ -137,7 +137,8 @@ def move_tokens(
     target: Bool[Tensor, "B T_target"],
     fill: int,
 ) -> Integer[Tensor, "B T_target *rest"]:
-    """The n-th True position of `source` to the n-th of `target`; `fill` elsewhere and where `values` end."""
+    """Move `values` from the n-th True position of `source` to the n-th True position of `target`. Other positions of
+    `target` get `fill`, and so do those whose `source` lies behind the end of `values`."""
     b, t = values.shape[:2]
     extra = values.new_full((b, source.shape[1] - t, *values.shape[2:]), fill)
     moved = values.new_full((b, target.shape[1], *values.shape[2:]), fill)

@@ -1,4 +1,4 @@
-"""RoutedExperts from what other programs return or write: the constructors `from_*`."""
+"""Constructors `from_*` of RoutedExperts, which read what other programs return or write."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -23,15 +23,15 @@ NumExperts = int | Sequence[int] | None
 Described = PreTrainedConfig | nn.Module | str | os.PathLike[str] | Sequence[str]
 """A model's configuration, the model, a folder or hub id that has the configuration, or the names of its sites."""
 _WIDTHS = ("num_router_classes", "n_routed_experts", "num_experts")
-"""What routers call the width of what they rank, the widest first: some count skip or zero experts too."""
+"""Attributes of routers that say how many experts they rank, the widest first: some count skip or zero experts too."""
 
 
 class FromOthers:
-    """The constructors; mixed into `RoutedExperts`.
+    """Mixin of `RoutedExperts`: the constructors `from_*`.
 
-    Where sites may be given as `config_or_sites`, a model's configuration (or a folder or hub id that has it, or the
-    model) names them and their numbers of experts without loading weights; a list of names needs `num_experts`, which
-    else is taken to be the largest id and one.
+    `config_or_sites` names the sites. A model's configuration (or a folder or hub id that has the configuration, or the
+    model) also gives their numbers of experts, without loading weights; a list of names needs `num_experts`, whose
+    default is the largest id plus one.
     """
 
     @classmethod
@@ -46,10 +46,10 @@ class FromOthers:
         tokens: Tensor | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> Made:
-        """Routes of a padded integer array `[B,T,layers,K]`, as trainers carry them.
+        """Make routes of a padded integer array `[B,T,layers,K]`, as trainers carry it.
 
-        mask: `[B,T]`, True where a sequence has a token, prompt included. What stands elsewhere is ignored; a zero row
-            of a sequence's last token too (it was sampled and never fed back).
+        mask: `[B,T]`, True where a sequence has a token, prompt included. Values elsewhere are ignored, and so is a
+            zero row of a sequence's last token (it was sampled and never fed back).
         layers: index of each site along the array's layer axis. Default: in order if there are L layers, else the
             layer number in each site's name, dense layers being zero rows.
 
@@ -76,10 +76,10 @@ class FromOthers:
         layers: Sequence[int] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> Made:
-        """Routes of a batch of verl: a DataProto, or its `batch`, with `routed_experts` and `attention_mask`.
+        """Make routes of a batch of verl: a DataProto, or its `batch`, with `routed_experts` and `attention_mask`.
 
         `routed_experts` is `[B,P+R,layers,K]`, prompts padded left and responses right with zeros, or a nested tensor
-        of `[tokens,layers,K]`; `input_ids`, where they are there, become `tokens`.
+        of `[tokens,layers,K]`; `input_ids`, if present, become `tokens`.
 
         Raises RoutingError: a key is missing, or as in `from_padded`.
         """
@@ -118,13 +118,13 @@ class FromOthers:
         layers: Sequence[int] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> Made:
-        """Routes of slime's samples: objects or mappings with `tokens` and `rollout_routed_experts`
-        `[tokens - 1, layers, K]`, in the nesting of a rollout; or a file of `--save-debug-rollout-data`.
+        """Make routes of slime's samples, or of a file of `--save-debug-rollout-data`.
 
-        Sequences are aligned left; `tokens` travel along.
+        A sample is an object or mapping with `tokens` and `rollout_routed_experts` `[tokens - 1, layers, K]`; samples
+        come in the nesting of a rollout. Sequences are aligned left; their tokens become `tokens`.
 
-        Raises RoutingError: a sample lacks either, or another number of rows than tokens allow; no sample has
-        tokens; a file that holds more than values and tensors (it is a pickle, and read as data only).
+        Raises RoutingError: a sample lacks one of the two, or has a number of rows that its tokens do not allow; no
+        sample has tokens; a file that holds more than values and tensors (it is a pickle, and read as data only).
         """
         given = read_slime(samples) if isinstance(samples, str | os.PathLike) else samples
         found = slime_samples(given)
@@ -150,21 +150,21 @@ class FromOthers:
         layers: Sequence[int] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> Made:
-        """Routes of one step of a trace of Megatron-LM's `--moe-routing-trace-path`: `router_trace_rank*.jsonl`.
+        """Make routes of one step of a trace of Megatron-LM's `--moe-routing-trace-path`: `router_trace_rank*.jsonl`.
 
         config_or_sites: default: Megatron's names, `decoder.layers.N.mlp.router`; N counts from the first layer of the
             rank's pipeline stage.
-        sequences: of a micro-batch; 1 where they are packed. Micro-batches follow each other along B.
-        micro_batches: of a step, on this rank: how often each layer comes.
-        layers: the layer number in the trace of each site. Default: all in order if there are L, else the number in
+        sequences: number of sequences in a micro-batch; 1 if they are packed. Micro-batches follow each other along B.
+        micro_batches: number of micro-batches in a step on this rank: how often each layer occurs.
+        layers: each site's layer number in the trace. Default: all in order if there are L, else the number in
             each site's name.
 
-        Where Megatron hands on a map of tokens to experts, ids are in rising order, not in the router's. Layers of
+        If Megatron passes on a map of tokens to experts, ids are in ascending order, not in the router's. Layers of
         multi-token prediction are left out. Traces of virtual pipelines, and those made while activations were
-        recomputed, are not read: a layer comes again in both.
+        recomputed, are not read: in both, layers are repeated.
 
-        Raises RoutingError naming file and line; where a layer comes more or less often than `micro_batches` says, or
-        every micro-batch has an equal one.
+        Raises RoutingError naming file and line; also if a layer occurs more or less often than `micro_batches` says,
+        or if every micro-batch has an equal one.
         """
         if sequences < 1 or step < 0:
             raise RoutingError(f"sequences {sequences}, step {step}: expected at least 1 and 0")
@@ -190,13 +190,14 @@ class FromOthers:
         num_experts: NumExperts = 64,
         meta: Mapping[str, Any] | None = None,
     ) -> Made:
-        """Routes `[1,count,L,K]` of one checkpoint of CMU-FLAME/FLAME-MoE-Traces (`actives/iter_NNNN`); needs pyarrow.
+        """Make routes `[1,count,L,K]` of one checkpoint (`actives/iter_NNNN`) of CMU-FLAME/FLAME-MoE-Traces. Needs
+        pyarrow.
 
         The traces are one row of tokens, the same at every checkpoint, so that two checkpoints compare at once:
-        `slot_change(RoutedExperts.from_flame(a), RoutedExperts.from_flame(b))`. Where sequences begin is not in them.
+        `slot_change(RoutedExperts.from_flame(a), RoutedExperts.from_flame(b))`. Where sequences begin is not recorded.
 
         samples: the folder `samples` of the same model; its token ids become `tokens`.
-        start, count: which rows.
+        start, count: the first row, and the number of rows.
         config_or_sites: default: the names of the files, `layer_02`, ...
 
         Raises RoutingError naming the file.
@@ -219,10 +220,10 @@ class FromOthers:
         tokens: Tensor | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> Made:
-        """Routes of vLLM's `CompletionOutput.routed_experts`: per sequence `[P+G-1, num_layers, K]` integers, or the
-        text that its server sends of them.
+        """Make routes of vLLM's `CompletionOutput.routed_experts`: per sequence `[P+G-1, num_layers, K]` integers. The
+        text in which vLLM's server sends them is read, too.
 
-        sites: as `config_or_sites` elsewhere.
+        sites: as `config_or_sites` of the other constructors.
         layers: index of each site along the engine's layer axis, which counts dense layers too (zero rows).
             Default: all layers in order if there are L of them, else the layer number in each site's name.
         mask: `[B,T]`, where each sequence's P+G (or P+G-1) tokens are. Default: packed to the left, T the
@@ -249,7 +250,7 @@ class FromOthers:
         tokens: Tensor | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> Made:
-        """Routes of SGLang's `meta_info["routed_experts"]`: base64 of int32 `[P+G-1, num_layers, K]` each.
+        """Make routes of SGLang's `meta_info["routed_experts"]`: base64 of int32 `[P+G-1, num_layers, K]` each.
 
         The bytes do not say their shape: num_layers counts all hidden layers. The rest is as in `from_vllm`.
         """
@@ -260,8 +261,8 @@ class FromOthers:
 def _left_aligned(
     experts: Tensor, tokens: Tensor | None, padded: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Nested routes `[tokens,layers,K]` packed to the left, where they are, and their tokens, which are nested or stand
-    where `padded` says."""
+    """Return nested routes `[tokens,layers,K]` padded on the right, a mask of their positions, and their tokens. The
+    given tokens are nested, or padded as `padded` says."""
     parts = experts.unbind()
     lengths = torch.tensor([len(part) for part in parts], device="cpu")
     here = torch.arange(int(lengths.max()), device="cpu") < lengths[:, None]
@@ -282,13 +283,14 @@ def _made(
     tokens: Tensor | None,
     meta: Mapping[str, Any] | None,
 ) -> Any:
-    """The routes, with as many experts as were named, or the configuration says, or the ids need."""
+    """Return the routes. Their sites have `given` experts, else the number `known` from the configuration, else the
+    largest id plus one."""
     experts = given if given is not None else known if known is not None else max(1, int(ids.max()) + 1)
     return cls(ids, names, experts, tokens=tokens, meta=meta)
 
 
 def sites_of(model: Described) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
-    """L qualified names of the routing sites, and their numbers of experts; of names alone, None for these.
+    """Return the L qualified names of the routing sites, and their numbers of experts (None if only names are given).
 
     A configuration becomes a model on torch's meta device, where tensors have no memory: nothing is loaded.
 
@@ -322,8 +324,8 @@ def sites_of(model: Described) -> tuple[tuple[str, ...], tuple[int, ...] | None]
 
 
 def out_of_reach(name: str) -> Exception | None:
-    """Why no hub answers about a model that was never downloaded; None where loading it will tell. transformers would
-    repeat each of its requests for 23 seconds before it says so."""
+    """Return the error why no hub answers about a model that was never downloaded, or None if loading will tell. Asked
+    beforehand, because transformers would repeat each of its requests for 23 seconds before it raises the error."""
     try:
         if not try_to_load_from_cache(name, "config.json"):
             get_hf_file_metadata(hf_hub_url(name, "config.json"))
@@ -335,6 +337,7 @@ def out_of_reach(name: str) -> Exception | None:
 
 
 def _experts(router: nn.Module, name: str) -> int:
+    """Return how many experts a router ranks."""
     for attribute in _WIDTHS:
         value = getattr(router, attribute, None)
         if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""Expert ids <-> their compact storage, and how two rows compare."""
+"""Compact storage of expert ids, and the comparison of two rows of ids."""
 
 import math
 from typing import Any
@@ -12,13 +12,13 @@ from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.traced import no_type_check
 
 LIVE = -1  # "no route: the router decides for itself"; in packed form the largest value of the dtype
-_CPU_ROWS = 1 << 18  # rows that are compared at a time: what is made of them stays in the cache
+_CPU_ROWS = 1 << 18  # rows that are compared at a time, so that temporaries stay in the CPU's cache
 _DEVICE_ROWS = 1 << 24
-_IDS = 1 << 20  # that are unpacked at a time, so that the int64 temporaries stay small
+_IDS = 1 << 20  # ids that are unpacked at a time, so that the int64 temporaries stay small
 
 
 def packed_dtype(num_experts: int) -> torch.dtype:
-    """Smallest unsigned dtype that holds ids `0..num_experts-1` and, as its largest value, the sentinel."""
+    """Return the smallest unsigned dtype that holds ids `0..num_experts-1` and, as its largest value, the sentinel."""
     if num_experts <= 255:
         return torch.uint8
     if num_experts <= 65535:
@@ -27,19 +27,19 @@ def packed_dtype(num_experts: int) -> torch.dtype:
 
 
 def pack_ids(ids: Integer[Tensor, "*rows"], num_experts: int) -> UInt[Tensor, "*rows"]:
-    """Valid ids (-1 = live) in their compact dtype: a cast, in which -1 wraps to the largest value."""
+    """Return valid ids (-1 = live) in their compact dtype: a cast, in which -1 wraps to the largest value."""
     dtype = packed_dtype(num_experts)
     return ids.to(torch.int16).view(dtype) if dtype == torch.uint16 else ids.to(dtype)
 
 
 def chunks(ids: Shaped[Tensor, "*rows"]) -> list[slice]:
-    """Parts of the first axis, of some million ids each."""
+    """Return slices of the first axis, each of about a million ids."""
     step = max(1, _IDS // max(1, ids.shape[1:].numel()))
     return [slice(start, start + step) for start in range(0, len(ids), step)]
 
 
 def unpack_ids(packed: UInt[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
-    """int64 ids with -1 for the sentinel; the inverse of `pack_ids`."""
+    """Return int64 ids, with -1 for the sentinel: the inverse of `pack_ids`."""
     ids = words(packed).to(torch.int64)
     if packed.dtype == torch.uint16:
         ids.bitwise_and_(0xFFFF)
@@ -47,18 +47,19 @@ def unpack_ids(packed: UInt[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
 
 
 def repacked(packed: UInt[Tensor, "*rows"], num_experts: int) -> UInt[Tensor, "*rows"]:
-    """Packed ids in the dtype of so many experts, whose sentinel is another one than that of any other dtype."""
+    """Return packed ids in the dtype for `num_experts` experts; the sentinel is another value in each dtype."""
     same = packed.dtype == packed_dtype(num_experts)
     return packed if same else pack_ids(unpack_ids(packed), num_experts)
 
 
 def words(packed: UInt[Tensor, "*rows"]) -> Integer[Tensor, "*rows"]:
-    """The same memory in a dtype that every torch kernel knows: few know uint16, least of all indexed writes."""
+    """Return a view of packed ids in a dtype that every torch kernel knows. Few know uint16, least of all indexed
+    writes."""
     return packed.view(torch.int16) if packed.dtype == torch.uint16 else packed
 
 
 def is_live(packed: UInt[Tensor, "*rows"]) -> Bool[Tensor, "*rows"]:
-    """True where packed ids are the sentinel."""
+    """Return a bool tensor, True where packed ids are the sentinel."""
     return words(packed) == (255 if packed.dtype == torch.uint8 else -1)
 
 
@@ -67,13 +68,13 @@ def is_live(packed: UInt[Tensor, "*rows"]) -> Bool[Tensor, "*rows"]:
 
 @no_type_check
 def hide(tokens: Tensor, attended: Tensor) -> Tensor:
-    """`[B,T]` token ids where those that the mask hides are -2 - id: one tensor, which is moved and cut as one."""
+    """Return `[B,T]` token ids, with -2 - id for those that the mask hides: one tensor, moved and cut as one."""
     return torch.where(attended, tokens, -2 - tokens)
 
 
 @no_type_check
 def shown(tokens: Tensor) -> Tensor:
-    """`[B,T]` token ids as they are, hidden or not; -1 = unknown. The inverse of `hide`."""
+    """Return `[B,T]` token ids as they are, hidden or not; -1 = unknown. The inverse of `hide`."""
     return torch.where(tokens < -1, -2 - tokens, tokens)
 
 
@@ -81,11 +82,11 @@ def shown(tokens: Tensor) -> Tensor:
 
 
 def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
-    """Plain ids (-1 = no route) packed as small as they allow, rows with a -1 all sentinel; one sync."""
+    """Pack plain ids (-1 = no route) in the smallest possible dtype, rows with a -1 as all sentinel; one sync."""
     check_integers(ids)
     if ids.numel() == 0:
         return ids.to(torch.uint8)
-    # Unsigned ids of more than a byte have no max on the CPU.
+    # torch has no max on the CPU for unsigned dtypes of more than a byte.
     wide = ids if ids.dtype.is_signed or ids.dtype == torch.uint8 else ids.to(torch.int64)
     low, high = (int(x) for x in torch.aminmax(wide))
     if low < LIVE:
@@ -99,7 +100,7 @@ def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
 
 
 def as_tensor(values: Any, name: str) -> Tensor:
-    """Arrays and lists as tensors on the CPU. Raises RoutingError for what is no array of numbers."""
+    """Return arrays and lists as tensors on the CPU. Raises RoutingError for anything but arrays of numbers."""
     if isinstance(values, Tensor):
         return values
     if isinstance(values, np.ndarray):  # torch takes neither reversed arrays nor another machine's byte order
@@ -112,13 +113,13 @@ def as_tensor(values: Any, name: str) -> Tensor:
 
 
 def check_integers(ids: Tensor) -> None:
-    """Raises RoutingError for what cannot be ids, whose rounded values would count as some."""
+    """Raise RoutingError for values that cannot be ids, but would be taken for some when rounded."""
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise RoutingError(f"expected integer expert ids [...,L,K], got {ids.dtype}: router logits or gate weights?")
 
 
 def token_mask(mask: Shaped[Tensor, "..."], like: Shaped[Tensor, "... L K"]) -> Bool[Tensor, "..."]:
-    """The mask as bool, on the device of the ids `like`: from bool, or from 0 and 1 as tokenizers write it.
+    """Return the mask as bool, on the device of the ids `like`. The mask is bool, or 0 and 1 as tokenizers write it.
 
     Raises RoutingError: no tensor, another shape than that of the tokens, or other values.
     """
@@ -129,7 +130,7 @@ def token_mask(mask: Shaped[Tensor, "..."], like: Shaped[Tensor, "... L K"]) -> 
 
 
 def as_mask(mask: Any, name: str = "mask") -> Bool[Tensor, "..."]:
-    """The mask as bool. Raises RoutingError for what is no tensor and for other values than 0 and 1, as of labels."""
+    """Return the mask as bool. Raises RoutingError for no tensor, and for other values than 0 and 1, as labels have."""
     check_tensor(mask, name)
     if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
         raise RoutingError(f"{name}: expected only 0 and 1 (or bool), got other values; it says which tokens count")
@@ -137,7 +138,7 @@ def as_mask(mask: Any, name: str = "mask") -> Bool[Tensor, "..."]:
 
 
 def check_tensor(mask: Any, name: str = "mask") -> None:
-    """Raises RoutingError for lists and arrays, which have no device to compare on."""
+    """Raise RoutingError for lists and arrays, which have no device to compare on."""
     if not isinstance(mask, Tensor):
         raise RoutingError(
             f"{name} must be a tensor, bool or of 0 and 1, got {type(mask).__name__}: torch.as_tensor({name})"
@@ -145,7 +146,7 @@ def check_tensor(mask: Any, name: str = "mask") -> None:
 
 
 def rows_at_once(ids: Tensor) -> int:
-    """How many rows of such ids `differing_rows` is best given at a time, so that what it needs besides stays small."""
+    """Return how many rows `differing_rows` is best given at a time, so that its temporaries stay small."""
     if ids.device.type != "cpu":
         return _DEVICE_ROWS
     return _CPU_ROWS // 4 if ids.dtype.is_signed else _CPU_ROWS  # signed ids are packed on the way
@@ -154,11 +155,12 @@ def rows_at_once(ids: Tensor) -> int:
 def differing_rows(
     old: Integer[Tensor, "N K"], new: Integer[Tensor, "N K"]
 ) -> tuple[Int[Tensor, " D"], UInt[Tensor, " D"], Bool[Tensor, " N"] | None]:
-    """Rows whose sets differ, K - |old ∩ new| of each, and which rows have a route on both sides (None: all).
+    """Return indices of rows whose sets differ, K - |old ∩ new| of each, and which rows are routed on both sides.
 
-    Rows are first compared as machine words, 16 bytes read and one written for K = 8 of up to 255 experts; what is
-    left, rows of other sets and of the same set in another order, slot by slot. Rows in ascending order, and others
-    where the order stayed, therefore cost little more than reading them.
+    The last is None if all rows have a route on both sides. Rows are first compared as machine words, 16 bytes read and
+    one written for K = 8 of up to 255 experts. Only the rows that differ, because of other sets or only of another
+    order, are then compared slot by slot. Rows in ascending order, and others where the order stayed, therefore cost
+    little more than reading them.
     """
     a, b = (compact(x) if x.dtype.is_signed else x for x in (old, new))
     if a.dtype != b.dtype:  # their sentinels differ
@@ -173,7 +175,7 @@ def _differing_numpy(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor |
     changed = len(hit) - np.add.reduce(hit.view(np.uint8), axis=0, dtype=np.uint8)
     a, b = (_row_words(rows)[0] for rows in (old_rows, new_rows))
     live, routed = np.iinfo(a.dtype).max, None  # a row without a route is the sentinel in every slot
-    # A row that both lack is equal, and one that only `new` lacks is among the unequal: `new` is not read again.
+    # A row without a route on both sides is equal, one without it in `new` alone is unequal: read no more of `new`.
     if (len(a) and a.max() == live) or (b.take(index) == live).any():
         routed = (a != live) & (b != live)
         changed *= routed.take(index)
@@ -185,13 +187,13 @@ def _differing_numpy(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor |
 
 
 def _row_words(rows: np.ndarray) -> list[np.ndarray]:
-    """Rows of ids as columns of the largest words that divide a row."""
+    """Return rows of ids as columns of the largest words that divide a row."""
     size = math.gcd(rows.shape[1] * rows.itemsize, 8)
     return list(rows.view(f"u{size}").T)
 
 
 def unequal_rows(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """`[N]` bool: whose bytes differ."""
+    """Return `[N]` bool: whether the bytes of two rows differ."""
     (a, b), *rest = zip(_row_words(old), _row_words(new), strict=True)
     differ = a != b
     for a, b in rest:
@@ -200,13 +202,13 @@ def unequal_rows(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 
 def planes_of(rows: np.ndarray) -> np.ndarray:
-    """`[K,N]`: planes, each one slot of many rows, on which comparisons vectorise. numpy transposes bytes five times
-    faster than torch does on the CPU, which is much of the work."""
+    """Return the planes `[K,N]` of the rows, each one slot of many rows, on which comparisons vectorise. numpy
+    transposes bytes five times faster than torch does on the CPU, which is much of the work."""
     return np.ascontiguousarray(rows.T)
 
 
 def shared_slots(planes: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """`[K,N]` bool: which slots hold an expert that the other row holds too, by K·K comparisons."""
+    """Return `[K,N]` bool: which slots hold an expert that the other row holds too, by K·K comparisons."""
     hit = planes == others[0]
     for plane in others[1:]:
         hit |= planes == plane

@@ -1,4 +1,4 @@
-"""Rows that are forced in part: which slots those of a replay are, and who decides on the others."""
+"""Partial replay: which tokens and slots of a replay are forced, and how the others are chosen."""
 
 from typing import Literal
 
@@ -11,11 +11,12 @@ from moe_rl.routing.packing import check_tensor
 from moe_rl.routing.traced import no_type_check
 
 Holes = Literal["none", "rows", "slots"]
-"""What of the forced ids may be -1: nothing, whole rows, or single slots."""
+"""Which of the forced ids may be -1: none, whole rows, or single slots."""
 
 
 def restricted(packed: Tensor, holes: Holes, tokens: Tensor | None, slots: int | None) -> tuple[Tensor, Holes]:
-    """Packed routes `[B,T,L,K]` of some tokens (bool `[B,T]`) and of the first slots alone: the sentinel elsewhere."""
+    """Return packed routes `[B,T,L,K]` limited to some tokens (bool `[B,T]`) and to the first slots, and their holes.
+    The sentinel is in all other places."""
     batch, length, _, k = packed.shape
     live = packed.new_full((), torch.iinfo(packed.dtype).max)
     if tokens is not None:
@@ -36,19 +37,19 @@ def restricted(packed: Tensor, holes: Holes, tokens: Tensor | None, slots: int |
 
 @no_type_check
 def is_held(forced: Tensor, num_experts: int) -> Tensor:
-    """`[..,E]` bool: the experts that a row forces; -1 forces nothing."""
+    """Return `[..,E]` bool: the experts that a row forces; -1 forces nothing."""
     mask = torch.zeros((*forced.shape[:-1], num_experts + 1), dtype=torch.bool, device=forced.device)
     return mask.scatter(-1, forced.where(forced >= 0, num_experts), True)[..., :-1]
 
 
 @no_type_check
 def fill(forced: Tensor, live: Tensor, scores: Tensor, holes: Holes) -> Tensor:
-    """`forced` with its -1 decided live: a whole row as the router would; single slots by the best of the rest."""
+    """Return `forced` with each -1 decided live: a whole row by the router, single slots by the best of the rest."""
     if holes == "none":
         return forced
     rows = forced >= 0
     if holes == "slots":
-        held = is_held(forced, scores.shape[-1])  # aten's own functions from here: those of torch would be answered
+        held = is_held(forced, scores.shape[-1])  # aten from here: the mode would intercept torch's functions
         rest = torch.ops.aten.topk(torch.ops.aten.masked_fill(scores, held, float("-inf")), forced.shape[-1])[1]
         nth = (~rows).cumsum(-1).sub(1).clamp(min=0)
         forced, rows = forced.where(rows, rest.gather(-1, nth)), rows.any(-1, keepdim=True)
@@ -57,8 +58,9 @@ def fill(forced: Tensor, live: Tensor, scores: Tensor, holes: Holes) -> Tensor:
 
 @no_type_check
 def completed(own: Int[Tensor, "N K"], other: Int[Tensor, "N K"]) -> Int[Tensor, "N K"]:
-    """What an inner and an outer context force together: `own`, its -1 filled with the experts of `other`'s row that it
-    does not have, in their order; what of it remains -1 has no expert in either.
+    """Return what an inner context (`own`) and an outer one (`other`) force together. Each -1 of `own` is filled, in
+    order, from the experts in the same row of `other` that `own` does not have; what remains -1 has no expert in
+    either.
 
     >>> completed(torch.tensor([[5, -1, -1], [-1, -1, -1]]), torch.tensor([[2, 5, 3], [2, 5, -1]])).tolist()
     [[5, 2, 3], [2, 5, -1]]

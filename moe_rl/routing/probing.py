@@ -1,4 +1,4 @@
-"""A few tokens through a model, to see what its routers do: for the self-check only."""
+"""Probe forwards of a few tokens through a model, which show what its routers do; for the self-check only."""
 
 import sys
 import threading
@@ -21,10 +21,11 @@ from moe_rl.routing.hooks import Tap
 from moe_rl.routing.selection import FILL, LINEAR, MAX, TOPK, Job
 
 _SEEDED = ContextVar("seeded", default=False)  # whether `forward` seeds the random numbers
-_ONE_AT_A_TIME = threading.RLock()  # what looks at the random numbers, or seeds them
+_ONE_AT_A_TIME = threading.RLock()  # held while random states are read or seeded
 
 
 def refused(tap: Tap, index: int, why: str) -> UnsupportedModelError:
+    """Return the error that a site of the model cannot be intercepted, with the reason."""
     site = tap.sites[index]
     return UnsupportedModelError(
         f"{type(tap.boundary).__name__}, site {site.name} ({type(site.module).__name__}): {why}"
@@ -33,15 +34,15 @@ def refused(tap: Tap, index: int, why: str) -> UnsupportedModelError:
 
 @dataclass
 class Seen:
-    """What one site did in one forward. ranked: of each topk number of experts, k, ids, and how many linear maps came
-    before it."""
+    """Record of what one site did in one forward. ranked: for each topk, the number of experts, k, the ids, and how
+    many linear maps came before."""
 
     ranked: list[tuple[int, int, Tensor, int]] = field(default_factory=list)
     maxima: int = 0
     linear: list[int] = field(default_factory=list)  # output widths of linear maps
-    masked: list[int] = field(default_factory=list)  # widths of what was filled
+    masked: list[int] = field(default_factory=list)  # widths of the tensors that were masked
     output: tuple[Any, ...] = ()
-    arrived: list[tuple[str, dict[int | str, Any]]] = field(default_factory=list)  # calls of the modules beside it
+    arrived: list[tuple[str, dict[int | str, Any]]] = field(default_factory=list)  # calls of modules beside it
     ran: int = 0
 
     @property
@@ -49,7 +50,7 @@ class Seen:
         return [value for _, arguments in self.arrived for value in arguments.values()]
 
     def arrival_of(self, ids: Tensor) -> tuple[str, int | str] | None:
-        """The module beside the router that is called once, and that argument of it which is just these ids."""
+        """Return the module beside the router that is called once with just these ids, and their place; else None."""
         names = [name for name, _ in self.arrived]
         for name, arguments in self.arrived:
             for place, value in arguments.items():
@@ -65,6 +66,8 @@ class Seen:
 
 
 class _Watch(TorchFunctionMode):
+    """Mode that notes in `seen` which operations a router performs."""
+
     def __init__(self, seen: Seen) -> None:
         super().__init__()
         self.seen = seen
@@ -100,7 +103,7 @@ class _Force(Listener):
 
 
 def forced_forward(tap: Tap, forced: list[Tensor], batch: int, length: int) -> tuple[Tensor, list[Tensor | None]]:
-    """Output under forced routes, and what each site used."""
+    """Return the output under forced routes, and the ids that each site used."""
     listener = _Force(tap, forced)
     with tap.listen(listener):
         out = forward(tap, batch, length)
@@ -110,7 +113,8 @@ def forced_forward(tap: Tap, forced: list[Tensor], batch: int, length: int) -> t
 
 
 def forward(tap: Tap, batch: int, length: int) -> Tensor:
-    """Output of the outermost model for a few fixed tokens; the way in is the user's, so that FSDP and DDP see it."""
+    """Return the output of the outermost model for a few fixed tokens. The model is called as the user calls it, so
+    that FSDP and DDP see the call."""
     model = tap.root
     while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
         model = inner
@@ -141,13 +145,13 @@ def forward(tap: Tap, batch: int, length: int) -> Tensor:
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
-    """Numbers and tensors that are plain attributes of a module."""
+    """Return the numbers and tensors that are plain attributes of a module."""
     return {name: value for name, value in vars(module).items() if isinstance(value, int | float | Tensor)}
 
 
 @contextmanager
 def quiet(tap: Tap) -> Iterator[None]:
-    """Nothing is proven, compiled or differentiated, and afterwards buffers and numbers are those of before."""
+    """Context manager: nothing is proven, compiled or differentiated; afterwards buffers and numbers are restored."""
     model, tap.examining = tap.boundary, True
     outer, tap.listeners = (tap.listeners, tap.lost, tap.left), []  # a context may be open already
     held = [(module, dict(module._buffers), _numbers(module)) for module in model.modules()]
@@ -172,9 +176,10 @@ def quiet(tap: Tap) -> Iterator[None]:
 
 @contextmanager
 def alike(tap: Tap) -> Iterator[None]:
-    """Every forward draws the same random numbers, and afterwards the random states are those of before.
+    """Context manager: every forward draws the same random numbers; afterwards the random states are restored.
 
-    They are the whole process's: where a forward draws nothing they are left alone, as another thread may draw.
+    The random states belong to the whole process: if a forward draws nothing, they are left alone, because another
+    thread may draw.
     """
     devices = sorted({p.device.index or 0 for p in tap.boundary.parameters() if p.device.type == "cuda"})
     with _ONE_AT_A_TIME:
@@ -195,7 +200,7 @@ def alike(tap: Tap) -> Iterator[None]:
 
 @contextmanager
 def around(tap: Tap, depths: list[int], mode: Callable[[int], TorchFunctionMode]) -> Iterator[None]:
-    """Every router runs under a mode of its own."""
+    """Context manager: every router runs under a mode of its own."""
     modes: list[TorchFunctionMode] = []
 
     def enter(index: int) -> None:
@@ -215,12 +220,15 @@ def around(tap: Tap, depths: list[int], mode: Callable[[int], TorchFunctionMode]
 
 
 def watch(tap: Tap, depths: list[int], batch: int, length: int) -> list[Seen]:
+    """Run one forward, and return what each site did in it."""
     with evidence(tap, depths) as seen, around(tap, depths, lambda index: _Watch(seen[index])):
         forward(tap, batch, length)
     return seen
 
 
 def scope_of(tap: Tap, index: int, depth: int) -> tuple[nn.Module, ...]:
+    """Return the modules in which a site selects. Raises UnsupportedModelError if no module selects for this site
+    alone."""
     site = tap.sites[index]
     if depth > len(site.parents):
         raise refused(tap, index, "selects experts without torch.topk, in a way that is not known")
@@ -232,7 +240,7 @@ def scope_of(tap: Tap, index: int, depth: int) -> tuple[nn.Module, ...]:
 
 @contextmanager
 def evidence(tap: Tap, depths: list[int] | None = None) -> Iterator[list[Seen]]:
-    """What the routers return, and what the modules beside them are called with."""
+    """Context manager: collect what the routers return, and what the modules beside them are called with."""
     depths = depths or [p.depth for p in tap.probes]
     seen = [Seen() for _ in tap.sites]
     with ExitStack() as stack:

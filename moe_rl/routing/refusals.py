@@ -1,7 +1,7 @@
-"""What recording and replay refuse while a model runs, in words: each error names what came, and the likely cause.
+"""Errors that recording and replay raise while a model runs: each message names what came, and the likely cause.
 
-Here so that `contexts`, `hooks`, `calls`, `selection` and `replay` read as what they do. Every function returns the
-error that its caller raises.
+The messages are here to keep `contexts`, `hooks`, `calls`, `selection` and `replay` readable. Every function returns
+the error that its caller raises.
 """
 
 import threading
@@ -21,7 +21,7 @@ NOTHING_REPLAYED = (
     "class was compiled without hooks, torch.compile lends its code: before compiling any of them, set "
     "torch._dynamo.config.skip_nnmodule_hook_guards = False; torch._dynamo.reset() forgets what was compiled"
 )
-"""A warning: the call may have been of something else."""
+"""Text of a warning, not of an error: something else than the model may have been called."""
 COMPILED_CHECKPOINTS = (
     "a compiled model or layer with gradient checkpointing: its recomputation in the backward pass would be routed "
     "anew. Turn one of both off (model.gradient_checkpointing_disable()), or compile attention, MLPs or routers by "
@@ -40,7 +40,7 @@ def compiled(module: str) -> RoutingError:
 
 
 def of_another_thread(where: str, owner: int) -> RoutingError:
-    """owner: the thread that has a context open."""
+    """Return the error of a call in a thread other than `owner`, the thread that has a context open."""
     name = next((t.name for t in threading.enumerate() if t.ident == owner), "that has ended")
     return RoutingError(
         f"{where} was called in thread {threading.current_thread().name!r} while thread {name!r} has a context "
@@ -69,7 +69,7 @@ def compiled_checkpoints(model: str) -> RoutingError:
 
 
 def without_batch(given: object) -> RoutingError:
-    """given: in place of input_ids or inputs_embeds."""
+    """Return the error of a call without known batch and length; given: in place of input_ids or inputs_embeds."""
     got = f"a tensor {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
     return RoutingError(
         "cannot tell batch and length of this call: expected a tensor, input_ids [B,S] or inputs_embeds [B,S,d], got "
@@ -110,7 +110,8 @@ def unchecked_mode(site: str, training: bool) -> RoutingError:
 
 
 def selects_otherwise(site: str, calls: int, checked: int, by_max: bool) -> RoutingError:
-    """calls, checked: how often the router asked for the best experts, now and when it was checked."""
+    """Return the error of a router that selects in another way. calls, checked: how often the router asked for the best
+    experts, now and when it was checked."""
     return RoutingError(
         f"site {site}: the router made {calls} {'max' if by_max else 'topk'} calls, {checked} when it was checked: "
         "it selects in another way now (a branch for other inputs, a forward that was replaced?), so that its "
@@ -140,7 +141,7 @@ def without_ids(site: str, experts: str, place: int | str) -> RoutingError:
 
 
 def lost(names: Sequence[str], rows: Tensor) -> RoutingError:
-    """rows: by site, how many were forced and not used."""
+    """Return the error that forced rows were not used; rows: their number by site."""
     counts = rows.tolist()
     site = next(name for name, count in zip(names, counts, strict=True) if count)
     return RoutingError(
@@ -201,7 +202,7 @@ def other_sites(sites: int, given: int, missing: Sequence[str], unknown: Sequenc
 
 
 def several_sites(pairs: Sequence[tuple[str, str]]) -> RoutingError:
-    """pairs: of a site of the routes and one of the model that its name may be of."""
+    """Return the error of an ambiguous name; pairs: of a site of the routes and one of the model that may be meant."""
     name, one, other = next((a, i, j) for n, (a, i) in enumerate(pairs) for b, j in pairs[:n] if a == b)
     return RoutingError(
         f"the routes' site {name} may be {other} or {one} of this model: name the sites of the routes in full, as "
@@ -217,7 +218,7 @@ def other_experts(site: str, k: int, experts: int, given: tuple[int, int]) -> Ro
 
 
 def other_batch(routes: tuple[int, int], call: tuple[int, int], cached: int) -> RoutingError:
-    """routes, call: sequences and tokens."""
+    """Return the error of routes of another shape; routes, call: numbers of sequences and tokens."""
     return RoutingError(
         f"routes for {routes[0]} sequences x {routes[1]} tokens do not fit this call of {call[0]} x {call[1]} "
         f"tokens{f' after {cached} cached ones' if cached else ''}: another batch? Record its routes first; "
@@ -226,7 +227,8 @@ def other_batch(routes: tuple[int, int], call: tuple[int, int], cached: int) -> 
 
 
 def other_tokens(known: Tensor, given: Tensor, wrong: Tensor, past: int) -> RoutingError:
-    """known, given: tokens `[B,S]` of the routes and of the call; wrong: where routes are forced and these differ."""
+    """Return the error of routes for other tokens. known, given: tokens `[B,S]` of the routes and of the call; wrong:
+    where routes are forced and these tokens differ."""
     b, t = wrong.nonzero()[0].tolist()
     return RoutingError(
         f"these routes were recorded for other tokens: sequence {b}, token {past + t} was "
@@ -237,7 +239,8 @@ def other_tokens(known: Tensor, given: Tensor, wrong: Tensor, past: int) -> Rout
 
 
 def bare_padding(bare: Tensor, past: int) -> RoutingError:
-    """bare: `[B,S]`, tokens that the recorded call hid, in front of others, and this one does not."""
+    """Return the error of padding that is hidden no more. bare: `[B,S]`, tokens in front of others that the recorded
+    call hid, and this one does not."""
     b, t = bare.nonzero()[0].tolist()
     return RoutingError(
         f"these routes were recorded with an attention mask that hides {int(bare.sum())} tokens of padding in front of "
@@ -247,7 +250,7 @@ def bare_padding(bare: Tensor, past: int) -> RoutingError:
 
 
 def others_compiled(wrong: int, bare: int) -> RoutingError:
-    """wrong, bare: how many tokens of compiled calls, which are compared as in the two errors above."""
+    """Return the error of compiled calls; wrong, bare: numbers of tokens as in `other_tokens` and `bare_padding`."""
     what = f"for other tokens: {wrong} of compiled calls differ. Another batch, another order of rows, another padding?"
     if not wrong:
         what = f"with an attention mask that hides {bare} tokens of padding in front of others: was it forgotten?"

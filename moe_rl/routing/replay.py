@@ -1,4 +1,4 @@
-"""Replay: routes are forced on the calls of a model, and what was proven to reach the experts is counted."""
+"""Replay of routes: given experts are forced on calls of a model, and rows proven to reach the experts are counted."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,14 +20,15 @@ from moe_rl.routing.traced import no_type_check
 
 @no_type_check
 class Replay(Listener):
-    """Forces routes, and counts what is proven: after every call the ids that reached the experts are compared with
-    those that were forced, and a difference is an error (on a CPU at once; on another device, and under torch.compile,
-    where the context ends or a count is read). So are other tokens than those of the routes (at once; under
-    torch.compile as above).
+    """A replay, which forces routes on the calls of a model and counts the rows whose experts were proven to be used.
 
-    `.replayed_rows`, `.live_rows`: (token, site) rows of all finished forwards whose experts were those of the routes
-        (at least in the slots that are forced), and the others; fixed sites (hash routing) are neither.
-        `.replayed_fraction` is the share.
+    After every call the ids that reached the experts are compared with the forced ids, and a difference is an error (on
+    a CPU at once; on another device, and under torch.compile, when the context ends or a count is read). Tokens other
+    than those of the routes are an error, too (at once; under torch.compile as above).
+
+    `.replayed_rows`: (token, site) rows of all finished forwards whose experts were those of the routes, at least in
+        the slots that are forced. `.live_rows`: all other rows. Rows of fixed sites (hash routing) are in neither.
+        `.replayed_fraction` is the share of replayed rows.
     """
 
     def __init__(
@@ -58,16 +59,16 @@ class Replay(Listener):
         self._packed = packed.permute(2, 0, 1, 3)  # [sites,B,T,K]
         self._sentinel = torch.iinfo(packed.dtype).max
         self._tokens = routes._tokens.to(packed.device) if routes._tokens is not None and check_tokens else None
-        # Tokens in compiled calls that are others than the recorded ones, and padding that only those hid.
+        # Counts in compiled calls: tokens other than the recorded ones; padding that only the recorded call hid.
         self._others: Any = None if self._tokens is None else torch.zeros(2, dtype=torch.int64, device=packed.device)
         self._left: Any = None  # the state of the cache that the last call left
         self._changed: bool | Tensor = False
-        self._pending = 0  # tokens that calls on one KV cache have forced so far, where more must follow
+        self._pending = 0  # tokens that calls on one KV cache have forced so far, if more must follow
         self._now: Any = None  # `[sites,B·S,K]` as forced in the call that is under way, and its holes
         self._choices = sum(not site.fixed for site in tap.sites)
         self._all_rows = 0
         self._beyond = 0  # rows of last sampled tokens, which the routes do not reach
-        self._rows_kept: int | Tensor = 0  # a tensor where it had to be counted: read when asked for, not waited for
+        self._rows_kept: int | Tensor = 0  # a tensor if counted on the device; read only when asked for
         self.reached = False  # whether any call of the model began inside the context
 
     # -- during a call ------------------------------------------------------------------------------------------------
@@ -89,24 +90,26 @@ class Replay(Listener):
             call.job(index).impose(forced, holes)
 
     def _refuse_changed(self) -> None:
+        """Raise RoutingError if the KV cache was changed between two calls."""
         if torch.compiler.is_compiling():
             return
-        changed, self._changed = self._changed, False  # said once
+        changed, self._changed = self._changed, False  # reported once
         if bool(changed):
             raise RoutingError(
                 f"{CHANGED}, and so that these routes are theirs. Replay in one forward over the whole text"
             )
 
     def _refuse_pending(self) -> None:
-        used, self._pending = self._pending, 0  # said once
+        """Raise RoutingError because calls with a KV cache used only the first of the routes."""
+        used, self._pending = self._pending, 0  # reported once
         raise refusals.pending(self._packed.shape[2], used)
 
     def _rows(self, call: Call) -> tuple[Tensor, Holes]:
-        """The packed rows for this call, `[sites,B,S,K]`, checked against its shape and its tokens."""
+        """Return the packed rows for this call, `[sites,B,S,K]`, and their holes, after checks of shape and tokens."""
         batch, length = self._packed.shape[1:3]
         start, stop = call.past, call.past + call.length
         fits = call.batch == batch and (stop <= length if call.caches else stop == length)
-        # The last sampled token has no route. One token more is accepted where the others prove that it is that one.
+        # The last sampled token has no route. One token more is accepted if the others prove that it is this token.
         proven = call.batch == batch and stop == length + 1 and self._tokens is not None and call.tokens is not None
         if not (fits or (proven and call.length > 1)):
             raise refusals.other_batch((batch, length), (call.batch, call.length), start)
@@ -121,12 +124,14 @@ class Replay(Listener):
         return torch.cat([packed, last], dim=2), "slots" if self._holes == "slots" else "rows"
 
     def _compare(self, call: Call, packed: Tensor, tokens: Tensor) -> None:
+        """Compare the tokens of a call with those of the routes; `_judge` decides about differences."""
         given = tokens_of(call, tokens)[:, : tokens.shape[1]]
         if torch.compiler.is_compiling() or not torch.equal(tokens, given):
             self._judge(call, packed, tokens, given)
 
     def _judge(self, call: Call, packed: Tensor, tokens: Tensor, given: Tensor) -> None:
-        """Not every difference is wrong. RoutingError for one that is; of a compiled call it is added up."""
+        """Raise RoutingError for wrong tokens at forced rows, and for padding that is hidden no more. Not every
+        difference is wrong. Errors of a compiled call are only counted."""
         forced = (packed != self._sentinel).any(-1).any(0)
         known, now = shown(tokens), shown(given)
         wrong = (known != now) & (known >= 0) & forced
@@ -140,31 +145,32 @@ class Replay(Listener):
             raise refusals.bare_padding(bare, call.past)
 
     def _bare(self, tokens: Tensor, given: Tensor, past: int) -> Tensor:
-        """`[B,S]` bool: padding that the recorded call hid, and this one does not. Behind the last token of a row no
-        token sees it."""
+        """Return `[B,S]` bool: padding that the recorded call hid and this one does not. Padding behind the last token
+        of a row is left out: no token sees it."""
         assert self._tokens is not None
         before = ((self._tokens >= 0).flip(1).cumsum(1).flip(1) > 0)[:, past : past + tokens.shape[1]]
         return (tokens < -1) & (given >= 0) & before
 
     def _refuse_others(self) -> None:
-        """RoutingError where compiled calls had other tokens than the routes; waits for the device once."""
+        """Raise RoutingError if compiled calls had other tokens than the routes; waits for the device once."""
         if self._others is None:
             return
-        others, self._others = self._others.tolist(), torch.zeros_like(self._others)  # said once
+        others, self._others = self._others.tolist(), torch.zeros_like(self._others)  # reported once
         if any(others):
             raise refusals.others_compiled(*others)
 
     def end(self, call: Call) -> None:
         length, stop = self._packed.shape[2], call.past + call.length
         self._pending = stop if stop < length and (self._tokens is None or call.tokens is None) else 0
-        self._rows_kept = self._rows_kept + self._count(call)  # not in place: it may come from inference mode
+        self._rows_kept = self._rows_kept + self._count(call)  # not in place: the count may come from inference mode
         self._all_rows += self._choices * call.rows
         self._beyond += self._choices * call.batch * (stop > length)
         self._left = call.left
 
     def _count(self, call: Call) -> int | Tensor:
-        """Rows of this call whose experts were those of the routes. What is forced and was not used is an error
-        (`Tap.prove`), so that all forced rows count but those in which another replay, inside this one, forced more."""
+        """Return the number of rows of this call whose experts were those of the routes. A forced row that was not used
+        is an error (`Tap.prove`), so that all forced rows count, unless another replay, inside this one, forced other
+        experts."""
         (ids, holes), self._now = self._now, None
         if all(call.job(index).imposed == 1 for index in self._sites):
             return len(self._sites) * call.rows if holes == "none" else (ids[..., 0] >= 0).sum()
@@ -172,7 +178,7 @@ class Replay(Listener):
         return (((used == ids) | (ids < 0)).all(-1) & (ids >= 0).any(-1)).sum()
 
     def finish(self) -> None:
-        """At the end of the context: RoutingError where what was forced is not what the routes are for."""
+        """Raise RoutingError, at the end of the context, if what was forced is not what the routes are for."""
         self._refuse_changed()
         self._refuse_others()
         if self._pending:
@@ -181,7 +187,7 @@ class Replay(Listener):
             self._prove_once()
 
     def _prove_once(self) -> None:
-        """Every row that has a route was forced, all others were left to the router, and nothing more ran."""
+        """Raise RoutingError unless each row with a route was forced, others were left live, and nothing more ran."""
         forced, (_, B, T, _) = self.forced_rows, self._packed.shape
         live, left = self._choices * B * T - forced, self.live_rows - self._beyond
         if (self.replayed_rows, left) != (forced, live):
@@ -208,7 +214,7 @@ class Replay(Listener):
 
     @property
     def forced_rows(self) -> int:
-        """(token, site) rows that one forward of the whole batch forces, at the sites that have a choice."""
+        """Number of (token, site) rows that one forward of the whole batch forces, at the sites that have a choice."""
         rows = self._packed[..., 0]
         return rows.numel() if self._holes == "none" else int((unpack_ids(rows) >= 0).sum())
 
@@ -220,18 +226,18 @@ class Replay(Listener):
 
     @property
     def shadow(self) -> Any:
-        """As `regret` and `shadow_change` of a `ShadowReplay` alone."""
+        """Raise RoutingError: only a `ShadowReplay` has `shadow`, `regret` and `shadow_change`."""
         raise RoutingError("ask for it: replay_routes(..., shadow=True)")
 
     regret = shadow_change = shadow
 
 
 def _aligned(routes: RoutedExperts, names: list[str], chosen: set[int], tap: Tap) -> dict[int, int]:
-    """Position in the routes of each chosen site; RoutingError where the routes are of another model."""
+    """Return the positions in the routes of the sites of the model. Raises RoutingError for routes of another model."""
     given = routes.sites
     exact = {name: j for j, name in enumerate(given)}
     found = {i: exact[name] for i, name in enumerate(names) if name in exact}
-    if not found:  # one was named as part of the base model, the other of the model around it
+    if not found:  # one has names in the base model, the other in the model around it
         found = {i: j for i, name in enumerate(names) for j, other in enumerate(given) if within(name, other)}
         if len(set(found.values())) < len(found):
             raise refusals.several_sites([(given[j], names[i]) for i, j in found.items()])

@@ -1,8 +1,8 @@
 """Contexts that change or watch the live choice: selection noise, predicted routes, a selection bias, margins, logits.
 
-All but the bias run a router once more, on copies and without gradients, before it runs, and let it then choose what
-it chose in that run. Noise and margins are no model of training: noise is a stress test of a dose that can be set,
-margins tell how close each choice was. A bias is added where a router ranks its experts.
+All but the bias run a router once more, on copies and without gradients, before its real run, and then have the real
+run choose the same experts. Noise and margins are no model of training: noise is a stress test whose strength can be
+set, margins tell how close each choice was. A bias is added where a router ranks its experts.
 """
 
 import warnings
@@ -28,8 +28,7 @@ from moe_rl.routing.sequential_max import WithLogits
 
 
 class _Run(NamedTuple):
-    """A router that is about to run: its place among the sites, its name, what is known of it, what it is called with,
-    and its selection bias."""
+    """A router that is about to run: its index among the sites, name, Selector, module, arguments, selection bias."""
 
     site: int
     name: str
@@ -40,11 +39,11 @@ class _Run(NamedTuple):
     bias: Tensor | None
 
     def choice(self, watch: TorchFunctionMode) -> Tensor:
-        """`[N,K]` ids that it chooses under `watch`."""
+        """Return the `[N,K]` ids that the router chooses while the mode `watch` is on."""
         job = Job(bias=self.bias)
         mode = (self.probe.mode or Selection)(self.name, self.probe, job)
         if not is_dynamo_compiling():
-            mode.report = partial(_end, job)  # type: ignore[method-assign]  # of this one mode
+            mode.report = partial(_end, job)  # type: ignore[method-assign]  # for this mode only
         copies = [a.clone() if isinstance(a, Tensor) else a for a in self.args]  # some scale their input in place
         with torch.no_grad(), _unseen(), suppress(_Chosen), mode, watch:
             self.module.forward(*copies, **self.kwargs)
@@ -54,23 +53,24 @@ class _Run(NamedTuple):
 
 
 class _Chosen(Exception):
-    """The choice is made."""
+    """Exception that ends the extra run of a router when the choice is made."""
 
 
 def _end(job: Job, ids: Tensor, *_: Any) -> None:
-    """In place of `Selection.report`: nothing behind the choice is run (in DBRX's block, the experts)."""
+    """Store the choice and end the run, in place of `Selection.report`. Nothing behind the choice runs (in DBRX's
+    block, the experts)."""
     job.chosen = ids.reshape(-1, ids.shape[-1])
     raise _Chosen
 
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """What transformers collects of a forward (`output_router_logits`) takes nothing from the run inside: where a block
-    is run again (DBRX), so is the router in it."""
+    """Context manager: keep the extra run out of what transformers collects of a forward (`output_router_logits`). If a
+    whole block is run again (DBRX), so is the router in it."""
     if is_dynamo_compiling():
         yield
         return
-    from transformers.utils.output_capturing import _active_collector  # here: nothing else needs what is private to it
+    from transformers.utils.output_capturing import _active_collector  # imported here: private to transformers
 
     token = _active_collector.set(None)
     try:
@@ -80,16 +80,17 @@ def _unseen() -> Iterator[None]:
 
 
 class Rerun(Listener):
-    """Runs each router once more before it runs, and has it choose what it chose in that run."""
+    """Base class of contexts that run each router once more before its real run, and force the same choice there."""
 
     def begin(self, call: Call) -> None:
         call.disturb = self._once
 
     def _once(self, call: Call, tap: Tap, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not call.open:  # a recomputation finds the choice in its job
+        """Run a router once more, and force the experts of that run on the real run."""
+        if not call.open:  # a recomputation, which finds the choice in its job
             return
         job = call.job(index)
-        call.open = False  # the experts of a block that runs for this are not those of the call
+        call.open = False  # ids at experts of a block that is run again are not those of the call
         ids = self.choose(_Run(index, tap.names[index], tap.checked(index, module), module, args, kwargs, job.bias))
         call.open = True
         if job.forced is not None:  # any replay has precedence
@@ -97,14 +98,14 @@ class Rerun(Listener):
         job.forced, job.holes = ids, "none"
 
     def choose(self, run: _Run) -> Tensor:
-        """`[N,K]` ids."""
+        """Return the `[N,K]` ids that the router is to choose."""
         raise NotImplementedError
 
 
 class Moved(Rerun):
-    """Finds out what a router would choose if `move` were added to its logits, and has it choose that.
+    """A rerun that makes each router choose what it would choose if `move` were added to its logits.
 
-    move: (place of the site, the router's input, its logits) -> what is added, fp32.
+    move: (index of the site, the router's input, its logits) -> what is added, fp32.
     """
 
     def __init__(self, move: Callable[[int, Tensor, Tensor], Tensor]) -> None:
@@ -120,7 +121,7 @@ class Moved(Rerun):
 
 
 class Bias(Listener):
-    """Has every router rank its scores with a bias added, `[L,E]`; experts: how many each site has."""
+    """A context that adds a bias `[L,E]` to the scores that routers rank; experts: number of experts of each site."""
 
     def __init__(self, bias: Tensor, experts: list[int]) -> None:
         self.bias, self.experts = bias, experts
@@ -133,7 +134,7 @@ class Bias(Listener):
 
 
 class _Watch(TorchFunctionMode):
-    """Keeps the scores that a router ranks."""
+    """Mode that keeps the scores that a router ranks."""
 
     def __init__(self, probe: Selector) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class _Watch(TorchFunctionMode):
 
 
 class Reading(Rerun):
-    """Base class: reads numbers of every token at every site, `[N,...]` of each, while it reruns the routers."""
+    """Base class of reruns that read numbers of every token at every site, `[N,...]` of each site."""
 
     def __init__(self, sites: int) -> None:
         self._sites = sites
@@ -169,7 +170,8 @@ class Reading(Rerun):
     @property
     def values(self) -> Float[Tensor, "B T L ..."]:
         """What was read, float32 or wider; NaN at sites without a choice; calls of one length joined along the batch.
-        RoutingError for calls of several lengths, as those of generate() are, and for sites of several widths."""
+        Raises RoutingError for calls of several lengths, as those of generate() are, and for sites of several
+        widths."""
         if not self._calls:
             raise RoutingError("nothing was read: no call of the model happened inside the context")
         lengths = sorted({length for _, length, _ in self._calls})
@@ -189,7 +191,7 @@ class Reading(Rerun):
 
 
 class Margins(Reading):
-    """Margins of the choices of every router, `.values` `[B,T,L]`, float32, on the CPU."""
+    """Recorded margins of the choices of every router: `.values` `[B,T,L]`, float32, on the CPU."""
 
     def choose(self, run: _Run) -> Tensor:
         k, experts = run.probe.k, run.probe.num_experts
@@ -205,7 +207,8 @@ class Margins(Reading):
 
 
 class RouterLogits(Reading):
-    """Input and logits of every router, `.inputs` `[B,T,L,H]` and `.logits` `[B,T,L,E]`, detached, float32 or wider."""
+    """Recorded input and logits of every router: `.inputs` `[B,T,L,H]`, `.logits` `[B,T,L,E]`. Detached, float32 or
+    wider."""
 
     def choose(self, run: _Run) -> Tensor:
         def seen(states: Tensor, logits: Tensor) -> Tensor:
@@ -231,16 +234,16 @@ class RouterLogits(Reading):
 
 @contextmanager
 def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | None = None) -> Iterator[None]:
-    """Selection noise, a stress test: experts are chosen by the top k of `logits + sigma * N(0,1)`.
+    """Context manager: choose experts by the top k of `logits + sigma * N(0,1)`. Selection noise, a stress test.
 
     Only the choice is noisy: gate weights, gradients and router losses come from the clean logits of the chosen
-    experts. It is routing volatility of a dose that can be set, where real volatility has to be waited for; nothing in
-    it is a model of how real routers change. A replay, inside or outside, wins where it forces. A recomputation
-    (gradient checkpointing) finds the choice of its forward. Routers that are random in train mode (jitter) draw twice.
+    experts. The strength of this routing volatility can be set, while real volatility has to be waited for; the noise
+    is no model of how real routers change. A replay, inside or outside, wins where it forces. A recomputation (gradient
+    checkpointing) finds the choice of its forward. Routers that are random in train mode (jitter) draw twice.
 
     sigma: in units of the router's logits. generator: source of the noise; its device may differ from the model's.
     Raises UnsupportedModelError where the logits are not one linear map inside the router; RoutingError inside another
-    noise, `record_margins` or their like.
+    `noisy_routes`, `predicted_routes`, `record_margins` or `record_router_logits`.
     """
     if isinstance(sigma, str) or not sigma >= 0:
         raise RoutingError(f"sigma must be a number of at least 0, got {sigma!r}")
@@ -256,12 +259,13 @@ def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | No
 
 @contextmanager
 def predicted_routes(model: nn.Module, weights: Float[Tensor, "L E H"]) -> Iterator[None]:
-    """Experts are chosen by the top k of what the router makes of `logits + W h`, h the router's input: the routes of
-    a predictor of where the router will have moved to (PR², arXiv 2606.00395). Gate weights, gradients and router
-    losses come from the logits alone. A replay wins where it forces.
+    """Context manager: choose experts by the top k of what the router makes of `logits + W h`, h the router's input.
+
+    These are the routes of a predictor of where the router will have moved to (PR², arXiv 2606.00395). Gate weights,
+    gradients and router losses come from the logits alone. A replay wins where it forces.
 
     weights: W of every site, in order. They may be changed in place between calls.
-    Raises RoutingError for another shape, and inside `noisy_routes`, `record_margins` or their like;
+    Raises RoutingError for another shape, and inside the contexts in which `noisy_routes` raises it;
     UnsupportedModelError as `noisy_routes`.
     """
     tap, names = _with_logits(model)
@@ -281,8 +285,8 @@ def predicted_routes(model: nn.Module, weights: Float[Tensor, "L E H"]) -> Itera
 
 @contextmanager
 def record_router_logits(model: nn.Module) -> Iterator[RouterLogits]:
-    """Record the input and the logits of every router, in all calls. Outputs are not changed. Inside a replay the
-    logits are those of the hidden states that follow it. Raises as `predicted_routes`."""
+    """Context manager: record the input and the logits of every router, in all calls. Outputs are not changed. Inside a
+    replay the logits are those of the hidden states that follow it. Raises as `predicted_routes`."""
     tap, _ = _with_logits(model)
     reading = RouterLogits(len(tap.sites))
     with tap.listen(reading):
@@ -290,7 +294,7 @@ def record_router_logits(model: nn.Module) -> Iterator[RouterLogits]:
 
 
 def _with_logits(model: nn.Module) -> tuple[Tap, list[str]]:
-    """`acquire`, for what needs one linear map that makes the logits of each router."""
+    """Return `acquire(model)`. Raises UnsupportedModelError if a router's logits are not made by one linear map."""
     tap, names = acquire(model)
     for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
         if probe.logits < 0 and not site.fixed:
@@ -301,11 +305,12 @@ def _with_logits(model: nn.Module) -> tuple[Tap, list[str]]:
 
 @contextmanager
 def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) -> Iterator[Float[Tensor, "L E"]]:
-    """Experts are chosen by the top k of `scores + bias`; gate weights and gradients come from the scores alone.
+    """Context manager: choose experts by the top k of `scores + bias`; gates and gradients come from the scores alone.
 
-    The selection bias of DeepSeek-V3 (arXiv 2412.19437, eq. 16; arXiv 2408.15664), for models that have none of their
-    own; added to one of their own, and to that of a context around it. A replay wins where it forces; noise and margins
-    see the bias. It is in force only inside of the context: whoever trains under it samples and scores inside, too.
+    This is the selection bias of DeepSeek-V3 (arXiv 2412.19437, eq. 16; arXiv 2408.15664), for models that have none.
+    It is added to the bias of a model that has one, and to that of another `biased_routes` around. A replay wins where
+    it forces; noise and margins see the bias. The bias acts only inside the context: to train under it, sample and
+    score inside, too.
 
     bias: of every site, in order, and expert, in units of what the router ranks (see `record_margins`); where sites
         differ in the number of experts, further columns are ignored. None: zeros.
@@ -320,7 +325,7 @@ def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) ->
         bias = torch.zeros(len(names), max(experts), device=device_of(tap.boundary))
     if bias.shape != (len(names), max(experts)):
         raise RoutingError(f"bias must be [L,E] = {[len(names), max(experts)]}, got {list(bias.shape)}")
-    if nan := bias.isnan().nonzero().tolist():  # every choice would be of the sort of NaN; -inf leaves an expert out
+    if nan := bias.isnan().nonzero().tolist():  # NaN would decide every choice; -inf leaves an expert out
         site, expert = nan[0]
         raise RoutingError(f"bias of site {names[site]}, expert {expert} is NaN (one of {len(nan)})")
     for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
@@ -335,6 +340,7 @@ def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) ->
 
 
 def _refuse_second(tap: Tap) -> None:
+    """Raise RoutingError if a context that runs routers once more is open on this model already."""
     if any(isinstance(listener, Rerun) for listener in tap.listeners):
         raise RoutingError(
             "noisy_routes, predicted_routes, record_margins or record_router_logits is open on this model already: "
@@ -345,14 +351,16 @@ def _refuse_second(tap: Tap) -> None:
 
 @contextmanager
 def record_margins(model: nn.Module) -> Iterator[Margins]:
-    """Record `boundary_margin` of the scores that every router ranks: s_(k) - s_(k+1), in their units (probabilities
-    where softmax comes before the selection, as in Qwen3-MoE, OLMoE and Mixtral; logits where it comes after, as in
-    Granite; with the selection bias where there is one); infinite where all experts are taken. A change of scores below
-    half of it cannot change the choice, but of routers that first choose groups of experts (DeepSeek-V3): there it is
-    the margin within the groups that are open, a smaller change can open another group, and a warning says so.
+    """Context manager: record the `boundary_margin` s_(k) - s_(k+1) of the scores that every router ranks.
+
+    Margins are in units of the scores: probabilities if softmax comes before the selection, as in Qwen3-MoE, OLMoE and
+    Mixtral; logits if softmax comes after, as in Granite; with the selection bias if there is one. They are infinite if
+    all experts are taken. A change of scores below half the margin cannot change the choice, except in routers that
+    first choose groups of experts (DeepSeek-V3): there it is the margin within the groups that are open, a smaller
+    change can open another group, and a warning says so.
 
     Outputs are not changed. Inside a replay the margin is that of the live choice. Raises as `record_routes`;
-    RoutingError inside `noisy_routes`, another `record_margins` or their like.
+    RoutingError inside the contexts in which `noisy_routes` raises it.
     """
     tap, names = acquire(model)
     _refuse_second(tap)

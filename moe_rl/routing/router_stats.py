@@ -1,4 +1,4 @@
-"""How routers behave: the load of their experts and its balance, the margins and divergences of their scores."""
+"""Statistics of routers: the load of their experts and its balance, the margins and divergences of their scores."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from moe_rl.routing.routes import RoutedExperts
 def expert_load(
     routes: Routes, mask: Shaped[Tensor, "..."] | None = None, *, num_experts: int | None = None
 ) -> Int[Tensor, "L E"]:
-    """How many tokens each expert of each site was given: counts that sum to K times the routed tokens.
+    """Count the tokens that each expert of each site was given: a site's counts sum to K times its routed tokens.
 
     routes: RoutedExperts, or ids `[...,L,K]` together with num_experts. mask: bool or 0/1 over the leading axes, True
     on the tokens to count. Rows without a route count nowhere; a zero-filled row would credit expert 0, so that
@@ -35,9 +35,11 @@ def expert_load(
 
 
 def load_cv(load: Int[Tensor, "L E"]) -> Float[Tensor, " L"]:
-    """Coefficient of variation of the load: std / mean over experts (divisor E), float64, NaN without tokens.
+    """Return the coefficient of variation of the load: std / mean over experts (divisor E). float64, NaN without
+    tokens.
 
-    0 is even; all tokens on K of E experts gives sqrt(E/K - 1). Negative counts are no experts (`expert_load`).
+    An even load gives 0; all tokens on K of E experts give sqrt(E/K - 1). Negative counts stand for no expert
+    (`expert_load`).
     """
     there = load >= 0
     counts, experts = load.double() * there, there.sum(-1)
@@ -46,8 +48,8 @@ def load_cv(load: Int[Tensor, "L E"]) -> Float[Tensor, " L"]:
 
 
 def load_entropy(load: Int[Tensor, "L E"]) -> Float[Tensor, " L"]:
-    """Entropy -Σ_e f_e ln f_e of f = load / Σ load: nats, float64, ln E is even, NaN without tokens. Negative counts
-    are no experts (`expert_load`)."""
+    """Return the entropy -Σ_e f_e ln f_e of f = load / Σ load: nats, float64, ln E if even, NaN without tokens.
+    Negative counts stand for no expert (`expert_load`)."""
     counts = load.clamp(min=0).double()
     return torch.special.entr(counts / counts.sum(-1, keepdim=True)).sum(-1)
 
@@ -55,8 +57,10 @@ def load_entropy(load: Int[Tensor, "L E"]) -> Float[Tensor, " L"]:
 def effective_sets(
     routes: Routes, mask: Shaped[Tensor, "..."] | None = None, *, num_experts: int | None = None
 ) -> Float[Tensor, " L"]:
-    """How many sets of K experts each site uses, as if it used them alike: exp(-Σ_s f_s ln f_s), f_s the share of the
-    tokens that got set s. float64, between 1 and the number of sets that occur; NaN without tokens.
+    """Return the effective number of sets of K experts that each site uses, exp(-Σ_s f_s ln f_s), in float64.
+
+    f_s is the share of the tokens that got set s. The number is that of equally frequent sets of the same entropy,
+    between 1 and the number of sets that occur; NaN without tokens.
 
     Fewer tokens see fewer sets: compare equal numbers of tokens.
 
@@ -81,7 +85,7 @@ def active_set_churn(
     *,
     num_experts: int | None = None,
 ) -> Float[Tensor, "B L"]:
-    """|A_new - A_old| / |A_new|, A the experts a sequence used at least once at a site; 0 if none.
+    """Return |A_new - A_old| / |A_new|, A the experts a sequence used at least once at a site; 0 if none.
 
     The second reading of GSPO's "roughly 10% of the experts activated" for the same rollout sample (arXiv
     2507.18071, section 5.3); ours, no paper reports it. Unlike the per-token metrics it is not symmetric.
@@ -113,11 +117,12 @@ def active_set_churn(
 
 
 def _held(routes: Routes) -> Tensor:
+    """Return the ids as they are stored: packed in RoutedExperts, plain in a tensor."""
     return routes.packed if isinstance(routes, RoutedExperts) else routes
 
 
 def _width(routes: Routes, num_experts: int | None) -> int:
-    """The largest number of experts of a site."""
+    """Return the largest number of experts of a site."""
     if isinstance(routes, RoutedExperts):
         return max(routes._experts)
     check_plain(routes)
@@ -128,7 +133,7 @@ def _width(routes: Routes, num_experts: int | None) -> int:
 
 
 def _parts(routes: Routes, experts: int, mask: Tensor | None) -> Iterator[tuple[int, Int[Tensor, "n L K"]]]:
-    """int64 ids, -1 where nothing counts, of some of the B·T tokens at a time, and the number of the first of them."""
+    """Yield parts of the B·T tokens: the number of the first token, and int64 ids, -1 where nothing counts."""
     held = _held(routes)
     rows, counted = held.reshape(-1, *held.shape[-2:]), None if mask is None else token_mask(mask, held).reshape(-1, 1)
     for part in chunks(rows) or [slice(0, 0)]:
@@ -140,7 +145,7 @@ def _parts(routes: Routes, experts: int, mask: Tensor | None) -> Iterator[tuple[
 
 
 def _bins(ids: Int[Tensor, "n L K"], experts: int) -> Int[Tensor, "n L K"]:
-    """A number of its own for each expert of each site, and one per site for -1."""
+    """Return a distinct number for each expert of each site, and one per site for -1."""
     return torch.where(ids < 0, experts, ids) + torch.arange(ids.shape[1], device=ids.device)[:, None] * (experts + 1)
 
 
@@ -148,10 +153,11 @@ def _bins(ids: Int[Tensor, "n L K"], experts: int) -> Int[Tensor, "n L K"]:
 
 
 def router_kl(old_logits: Float[Tensor, "*rows E"], new_logits: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows"]:
-    """KL(old || new) = Σ_e p_old(e) (log p_old(e) - log p_new(e)), p = softmax over all E experts; nats.
+    """Return KL(old || new) = Σ_e p_old(e) (log p_old(e) - log p_new(e)), p = softmax over all E experts; nats.
 
-    The full distribution, not only the experts chosen: it moves before any expert flips. float32 at least;
-    differentiable in both arguments. For routers that do not score by softmax it is a common scale, no more.
+    The full distribution counts, not only the chosen experts, so that the divergence moves before any expert flips.
+    float32 at least; differentiable in both arguments. For routers that do not score by softmax it is only a common
+    scale.
 
     An expert whose p_old is 0 (excluded by -inf, or too small for its dtype) adds nothing; one that only the new logits
     exclude makes it infinite.
@@ -160,7 +166,7 @@ def router_kl(old_logits: Float[Tensor, "*rows E"], new_logits: Float[Tensor, "*
 
 
 def router_js(old_logits: Float[Tensor, "*rows E"], new_logits: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows"]:
-    """Jensen-Shannon divergence ½KL(p_old||m) + ½KL(p_new||m), m = (p_old + p_new)/2; nats, in [0, ln 2]."""
+    """Return the Jensen-Shannon divergence ½KL(p_old||m) + ½KL(p_new||m), m = (p_old + p_new)/2; nats, in [0, ln 2]."""
     old, new = _log_softmax(old_logits), _log_softmax(new_logits)
     never = (old == -torch.inf) & (new == -torch.inf)
     middle = torch.logaddexp(old.masked_fill(never, 0), new.masked_fill(never, 0)) - math.log(2)
@@ -168,16 +174,16 @@ def router_js(old_logits: Float[Tensor, "*rows E"], new_logits: Float[Tensor, "*
 
 
 def _divergence(old: Tensor, new: Tensor) -> Tensor:
-    """Σ p_old (log p_old - log p_new), where an expert with p_old = 0 adds nothing, to the gradient neither."""
+    """Return Σ p_old (log p_old - log p_new), where an expert with p_old = 0 adds nothing, nor to the gradient."""
     never = old.exp() == 0
     old, new = old.masked_fill(never, 0), new.masked_fill(never, 0)
     return (old.exp() * (old - new) * ~never).sum(-1)
 
 
 def boundary_margin(scores: Float[Tensor, "*rows E"], k: int) -> Float[Tensor, "*rows"]:
-    """s_(k) - s_(k+1) >= 0: the gap between the last expert chosen and the first not chosen.
+    """Return s_(k) - s_(k+1) >= 0: the gap between the last expert chosen and the first not chosen.
 
-    A change of scores below half of it cannot change the selection. `scores` are what the router compares:
+    A change of scores below half the gap cannot change the selection. `scores` are what the router compares:
     with the selection bias where there is one, and in the units of whatever is given (logits, probabilities).
 
     >>> boundary_margin(torch.tensor([0.5, 3.0, 2.0, 1.25]), k=2)

@@ -1,5 +1,5 @@
-"""RoutedExperts: which experts every router chose for every token; packed, aligned with tokens. Its files and tables:
-`formats`; its constructors from what others return: `others`; what moves and joins it: `moving`."""
+"""The class RoutedExperts: which experts every router chose for every token; packed, aligned with tokens. Files and
+tables are in `formats`, constructors from what other programs return in `others`, moving and joining in `moving`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,14 +31,14 @@ class RoutedExperts(FromOthers, Moved, Stored):
     tokens: optional integer `[B,T]`, the token ids that these routes belong to (-1 = unknown). They travel
         with the routes, so that routes shuffled differently from their tokens can be caught.
     meta: optional values to keep with the routes (model name, library versions, ...): JSON values. `hash_routed` lists
-        the sites whose experts are a table over token ids (`record_routes` sets it): their rows may name one twice.
+        the sites whose experts are a table over token ids (`record_routes` sets it): rows there may name one twice.
 
     Stored as `.packed`, uint8 up to 255 experts and uint16 above (sentinel: the largest value); `.ids`
     decodes to int64. Never changed after construction: every method returns a new object.
 
     Raises RoutingError, naming the site and the offending value, for float or bool ids, another number of
     axes, a number of sites other than L, ids out of range, negative ids other than -1, an id twice in a row
-    (but at hash-routed sites).
+    (except at hash-routed sites).
 
     >>> ids = torch.tensor([[[[3, 0]], [[-1, -1]]]])
     >>> routes = RoutedExperts(ids, ["model.layers.0.mlp.gate"], num_experts=4)
@@ -48,7 +48,7 @@ class RoutedExperts(FromOthers, Moved, Stored):
 
     def __init__(
         self,
-        ids: Tensor | np.ndarray | Sequence[Any],  # no shapes: what is wrong with ids is for `pack_checked` to say
+        ids: Tensor | np.ndarray | Sequence[Any],  # no shapes: `pack_checked` checks ids
         sites: Sequence[str],
         num_experts: int | Sequence[int] | np.integer | np.ndarray | Tensor,
         *,
@@ -72,7 +72,7 @@ class RoutedExperts(FromOthers, Moved, Stored):
         meta: Mapping[str, Any] | None = None,
         has_live: bool | None = None,
     ) -> "RoutedExperts":
-        """Wrap packed ids known to be valid, and canonical names: nothing is checked, no device sync."""
+        """Make an object of valid packed ids and canonical names: nothing is checked, no device sync."""
         self = cls.__new__(cls)
         held = {"packed": packed, "sites": sites, "_tokens": tokens, "_experts": tuple(num_experts)}
         vars(self).update(held, _meta=dict(meta or {}), _has_live=has_live)
@@ -82,22 +82,24 @@ class RoutedExperts(FromOthers, Moved, Stored):
         raise AttributeError(f"{name}: routes do not change; make new ones")
 
     def _with(self, packed: Tensor, tokens: Tensor | None, has_live: bool | None = None) -> "RoutedExperts":
+        """Return routes with other rows and tokens, and the same sites, num_experts and meta."""
         return RoutedExperts._trusted(
             packed, self.sites, self._experts, tokens=tokens, meta=self._meta, has_live=has_live
         )
 
     def with_ids(self, ids: Tensor | np.ndarray, tokens: Int[Tensor, "B T"] | None = None) -> "RoutedExperts":
-        """Other ids at the same sites, with the same meta; tokens: theirs. Checked as of any new object."""
+        """Return routes with other ids at the same sites, with the same meta, checked as any new object. tokens: of the
+        new ids."""
         return RoutedExperts(ids, self.sites, self.num_experts, tokens=tokens, meta=self.meta)
 
-    # What is in it
+    # Contents
 
     packed: UInt[Tensor, "B T L K"]
     """`[B,T,L,K]`, uint8 or uint16; the largest value of the dtype means live."""
     sites: tuple[str, ...]
     """L qualified module names, without wrapper parts."""
     _tokens: Int[Tensor, "B T"] | None
-    """`tokens`, in which those of a recording that its attention mask hid are -2 - id (`packing.hide`)."""
+    """`tokens`, with -2 - id for those that the attention mask of a recording hid (`packing.hide`)."""
     _experts: tuple[int, ...]
     _meta: dict[str, Any]
     _has_live: bool | None
@@ -109,16 +111,16 @@ class RoutedExperts(FromOthers, Moved, Stored):
 
     @property
     def attended(self) -> Bool[Tensor, "B T"] | None:
-        """Where tokens are known and, of a recording, its attention mask does not hide them; None without tokens."""
+        """True where a token is known and was not hidden by the attention mask of a recording; None without tokens."""
         return None if self._tokens is None else self._tokens >= 0
 
     @property
     def ids(self) -> Int[Tensor, "B T L K"]:
-        """`[B,T,L,K]` int64, -1 = live. Decoded anew at every access."""
+        """int64 ids `[B,T,L,K]`, -1 = live. Decoded anew at every access."""
         return unpack_ids(self.packed)
 
     def site_ids(self, site: int | str) -> Int[Tensor, "B T K"]:
-        """int64 ids of one site, by position or name; the others are not decoded."""
+        """Return the int64 ids of one site, by position or name; other sites are not decoded."""
         return unpack_ids(self.packed[:, :, match_sites(self.sites, site)[0]])
 
     @property
@@ -159,7 +161,7 @@ class RoutedExperts(FromOthers, Moved, Stored):
         return known
 
     def equal(self, other: "RoutedExperts") -> bool:
-        """Same sites, num_experts, ids (slot order included), and tokens where both know theirs."""
+        """Return whether sites, num_experts, ids (slot order included), and tokens if both know theirs, are equal."""
         if self.sites != other.sites or self._experts != other._experts or self.shape != other.shape:
             return False
         mine, theirs = self.tokens, other.tokens
@@ -174,17 +176,17 @@ class RoutedExperts(FromOthers, Moved, Stored):
             f"{self.packed.dtype} on {self.device}{', with tokens' if self.tokens is not None else ''})"
         )
 
-    # Parts of it; `Moved` has the rest
+    # Parts of the routes; more in the mixin `Moved`
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "RoutedExperts":
-        """The same routes on another device."""
+        """Return the same routes on another device."""
         tokens = None if self._tokens is None else self._tokens.to(device, non_blocking=non_blocking)
         return self._with(self.packed.to(device, non_blocking=non_blocking), tokens, self._has_live)
 
     def rows(
         self, index: int | slice | Sequence[int] | Sequence[bool] | np.integer | np.ndarray | Tensor
     ) -> "RoutedExperts":
-        """The routes of some sequences: an int (B becomes 1), a slice, ints, or a bool mask over B.
+        """Return the routes of some sequences: an int (B becomes 1), a slice, ints, or a bool mask over B.
 
         Raises RoutingError for an index out of range or a mask of another length.
         """
@@ -204,6 +206,6 @@ class RoutedExperts(FromOthers, Moved, Stored):
         return self._with(packed, tokens, None if self._has_live else self._has_live)
 
     def columns(self, part: slice) -> "RoutedExperts":
-        """The routes of a range of token positions, the same of every sequence: where a batch loses its padding."""
+        """Return the routes of a range of token positions, the same in every sequence, e.g. to cut off padding."""
         tokens = None if self._tokens is None else self._tokens[:, part]
         return self._with(self.packed[:, part].contiguous(), tokens, None if self._has_live else self._has_live)

@@ -1,10 +1,11 @@
-"""Before a model is first used, in train or in eval mode: does the intercept hold for it? A few tokens decide.
+"""Self-check of a model before its first use, in train or in eval mode: a few tokens show if interception is exact.
 
-Some forwards without gradients, in the mode that the model is in: two that tell whether it draws random numbers (if so,
-all others start from one random state, which is put back); one as it is; one that watches which operations its routers
-perform; one that replays its own routes (the output must be identical); one that forces routes which cover every expert
-(exactly those must arrive at the experts); and two that also set the routers' logits: the gates of forced experts must
-not be zero, and must not depend on which experts the router would have chosen. Buffers are put back.
+The check runs some forwards without gradients, in the mode that the model is in: two that tell whether the model draws
+random numbers (if so, all others start from one random state, which is put back); one without changes; one that watches
+which operations the routers perform; one that replays its own routes (the output must be identical); one that forces
+routes which cover every expert (exactly those must arrive at the experts); and two that also set the routers' logits:
+the gates of forced experts must not be zero, and must not depend on which experts the router would have chosen. Buffers
+are put back.
 """
 
 import math
@@ -29,7 +30,8 @@ _SAME_GATES = 0.05  # relative difference that rounding (bfloat16) may explain
 
 
 def examine(tap: Tap) -> None:
-    """Fill in `tap.modes` for the mode of each router; UnsupportedModelError naming site, class and what is wrong."""
+    """Fill in `tap.modes` for the mode of each router. Raises UnsupportedModelError naming site, class and what is
+    wrong."""
     if device_of(tap.boundary).type == "meta":
         raise UnsupportedModelError(
             f"{type(tap.boundary).__name__} has parameters on the meta device: load its weights first"
@@ -50,6 +52,7 @@ def examine(tap: Tap) -> None:
 
 
 def _learn(tap: Tap) -> list[Selector]:
+    """Return the Selector of each site. Raises UnsupportedModelError if a forward shows that interception fails."""
     plain, depths = forward(tap, 2, 8), [0] * len(tap.sites)
     for _ in range(2):
         seen = watch(tap, depths, 2, 8)
@@ -72,11 +75,12 @@ def _learn(tap: Tap) -> list[Selector]:
 
 
 def _by_max(module: nn.Module) -> bool:
+    """Return whether a router selects by successive maxima."""
     return any(cls.__name__ in _BY_MAX for cls in type(module).__mro__)
 
 
 def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
-    """Which operation selects, and where its result comes out."""
+    """Return the Selector of a site: which operation selects, and where its result comes out."""
     site = tap.sites[index]
     if seen.ran != 1:
         raise refused(tap, index, f"ran {seen.ran} times in one forward, expected once")
@@ -123,18 +127,21 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
 
 
 def _last_of(widths: list[int], experts: int) -> int:
-    """Which linear map (counted among all of the router's) makes the logits: the last as wide as the experts."""
+    """Return which linear map of the router (counted among all of them) makes the logits. It is the last one at least
+    as wide as the number of experts; -1 if there is none."""
     wide = [i for i, width in enumerate(widths) if width >= experts]
     return wide[-1] if wide else -1
 
 
 def _output_ids(seen: Seen, probe: Selector) -> Tensor:
+    """Return the output of the router that holds the selected ids."""
     assert probe.output is not None
     return seen.output[probe.output]
 
 
 def _same_output(tap: Tap, plain: Tensor, own: list[Tensor], batch: int, length: int) -> None:
-    """Replaying what the model chose anyway must not change one bit of its output."""
+    """Raise UnsupportedModelError if replaying the model's own routes changes its output. No bit may change, or no more
+    than the noise of kernels that are not deterministic."""
     forced = [ids.reshape(-1, p.k) for ids, p in zip(own, tap.probes, strict=True)]
     output, used = forced_forward(tap, forced, batch, length)
     for index, (chosen, ids) in enumerate(zip(used, forced, strict=True)):
@@ -148,10 +155,10 @@ def _same_output(tap: Tap, plain: Tensor, own: list[Tensor], batch: int, length:
 
 
 def _force_others(tap: Tap, probes: list[Selector], length: int) -> None:
-    """Force other routes, and look at what comes out of the routers and what arrives at the experts.
+    """Force other routes, and check what comes out of the routers and what arrives at the experts.
 
-    The first sequence goes through all experts, the second is sent to the same few as a whole: a router that masks what
-    is not its live choice, or that limits how many tokens an expert takes, gives itself away.
+    The tokens of the first sequence go to all experts, those of the second all to the same few. So a router is found
+    out that masks what is not its live choice, or that limits how many tokens an expert takes.
     """
     device = device_of(tap.boundary)
     forced = []
@@ -184,12 +191,12 @@ def _force_others(tap: Tap, probes: list[Selector], length: int) -> None:
 def _check_gates(
     tap: Tap, probes: list[Selector], forced: list[Tensor], kept: list[Tensor | None], seen: list[Seen], length: int
 ) -> None:
-    """Gates of forced experts must come from their own scores, whatever the router would have chosen.
+    """Raise UnsupportedModelError unless gates of forced experts come from their own scores, whatever the live choice.
 
-    Twice the same experts are forced at the same logits of their own; once all others are worse, so that they are the
-    live choice, and once all others are better than all but the first. No gate may be zero, which at such logits is no
-    underflow but a mask, and the share of each in the sum of its row must be the same. With one expert per token only
-    zeros can be told: a softmax over all experts may change its gate.
+    The same experts are forced twice, with the same logits: once the logits of all others are lower, so that the forced
+    experts are the live choice, and once they are higher than those of all but the first forced experts. No gate may be
+    zero (at such logits a zero is no underflow but a mask), and the share of each gate in the sum of its row must be
+    the same. With one expert per token only zeros can be detected: a softmax over all experts may change its gate.
     """
     runs = []
     for others in (-1.0, 1.0):
@@ -221,6 +228,7 @@ def _check_gates(
 
 
 def _not_finite(tap: Tap) -> str:
+    """Return the likely cause of gates that are not finite, for an error message."""
     for name, weight in tap.boundary.named_parameters():
         own = getattr(weight, "to_local", lambda weight=weight: weight)()  # a shard
         if not bool(own.isfinite().all()):
@@ -229,13 +237,14 @@ def _not_finite(tap: Tap) -> str:
 
 
 def _gates(seen: Seen, kept: Tensor) -> list[Tensor]:
-    """What may be gates, `[N,K]` (Llama 4 has none apart from the scores in `kept_slots`)."""
+    """Return the tensors that may be gates, `[N,K]` (Llama 4 has none apart from the scores in `kept_slots`)."""
     tensors = tensors_of((seen.output, seen.arguments))
     return [t.reshape(kept.shape) for t in tensors if t.is_floating_point() and t.numel() == kept.numel()]
 
 
 def _settable(probes: list[Selector], forced: list[Tensor], others: float) -> Any:
-    """For each router a mode that sets its logits: those of forced experts, and all others above them or below."""
+    """Return a function from a router's index to a mode that sets the logits of this router. The logits of all other
+    experts are below those of the forced experts or, if `others` > 0, above all but the first of those."""
 
     def mode(index: int) -> TorchFunctionMode:
         probe, ids = probes[index], forced[index]

@@ -1,5 +1,5 @@
-"""Modes for routers that do more than one `topk` (those that mask closed groups of experts, and Phi-MoE), and one that
-sees and changes a router's logits."""
+"""Modes for routers that do not select by one plain `topk`, and a mode that reads and changes a router's logits. The
+first are for routers that mask closed groups of experts, and for Phi-MoE."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +15,11 @@ from moe_rl.routing.traced import no_type_check
 
 @no_type_check
 class SequentialMax(Selection):
-    """Phi-MoE's sparsemixer: k times a `max` over what is left (in train mode: of a sample); it has no `topk`.
+    """Mode for Phi-MoE's sparsemixer, which takes k times a `max` of the remaining scores (in train mode, of a sample).
 
-    Slot j's index is answered. The threshold stays that of the live maximum, and the mask drawn around it is opened
-    for the expert of slot j, so that its gate is never zero. Shadow reports the top k of the logits.
+    It makes no `topk` call. The `max` of slot j returns the forced expert. The threshold stays that of the live
+    maximum, and the mask drawn around this maximum is opened for the expert of slot j, so that its gate is never zero.
+    Shadow reports the top k of the logits.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -44,9 +45,11 @@ class SequentialMax(Selection):
         return func(*args, **kwargs)
 
     def slot(self, scores: Tensor, j: int) -> Tensor:
+        """Return the forced ids of slot j."""
         return self.shaped(scores)[..., j : j + 1]
 
     def answer(self, args: Any, kwargs: Any) -> Any:
+        """Answer one `max` of the router; after the last slot, report the choice."""
         scores, (values, ids) = args[0], torch.ops.aten.max(*args, **kwargs)
         j, step = divmod(self.calls, self.per_slot)
         self.calls += 1
@@ -68,7 +71,7 @@ class SequentialMax(Selection):
 
 @no_type_check
 class MaskedSelection(Selection):
-    """For routers that mask the experts of closed groups; some read gates from the masked scores.
+    """Mode for routers that mask the experts of closed groups; some of these read gates from the masked scores.
 
     A forced expert has to keep its score, whichever groups are open now.
     """
@@ -84,6 +87,7 @@ class MaskedSelection(Selection):
         return super().__torch_function__(func, types, args, kwargs)
 
     def open(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer the `masked_fill` of the scores such that forced experts keep their scores."""
         scores, mask = args[0], args[1] if len(args) > 1 else kwargs.get("mask")
         if scores.shape[-1] != self.probe.num_experts or not isinstance(mask, Tensor) or mask.shape != scores.shape:
             return func(*args, **kwargs)
@@ -98,7 +102,7 @@ class MaskedSelection(Selection):
 
 
 class WithLogits(TorchFunctionMode):
-    """Hands the router's input and logits to `become`, and goes on with the logits that it gives back."""
+    """Mode that hands the router's input and logits to `become`, and continues with the logits it returns."""
 
     def __init__(self, probe: Selector, become: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What routers would have chosen while others' choices were forced on them, and by how much they prefer it."""
+"""Shadow routing: what routers would have chosen while a replay forced other experts, and how much better that is."""
 
 from typing import Any
 
@@ -45,17 +45,18 @@ class ShadowReplay(Replay):
 
     @property
     def shadow(self) -> RoutedExperts:
-        """What the routers would have chosen, `[B,T,L,K]`, at hidden states that follow the replay: behind the first
-        site not what they choose without a replay, for which a recording outside of the context has to be compared."""
+        """What the routers would have chosen, `[B,T,L,K]`, at the hidden states of the replay. Behind the first site
+        this is not what they choose without a replay; for that, compare with a recording outside of the context."""
         packed, tokens, _ = self._seen.together()
         return wrapped(self._routers, packed, tokens)
 
     def shadow_change(self, routes: RoutedExperts, mask: Tensor | None = None) -> ChangeCounts:
-        """Shadow change: `change_counts` of the replayed routes against `.shadow`, pair "shadow".
+        """Count the shadow change: `change_counts` of the replayed routes against `.shadow`, pair "shadow".
 
-        How much replay holds back at each site, given that it held at all earlier ones. Natural change compares with a
-        recording without replay (pair "policies"): there a change at one site also moves the hidden states of the
-        next, so that the two differ at every site but the first, and natural change is usually the larger.
+        It is what the replay holds back at each site, given that all earlier sites were replayed. Natural change
+        compares with a recording without replay (pair "policies"): there a change at one site also moves the hidden
+        states of the next, so that the two differ at every site but the first, and natural change is usually the
+        larger.
         """
         return change_counts(routes, self.shadow, mask, pair="shadow")
 
@@ -63,7 +64,7 @@ class ShadowReplay(Replay):
     def regret(self) -> Float[Tensor, "B T L"]:
         """Sum of the live top-k scores minus the sum of the scores of the experts used; detached, at least 0.
 
-        In units of what the router ranks: probabilities, sigmoids or logits, with a selection bias where it has one.
-        Group-limited routers may choose a lower sum for the sake of their groups; that counts as 0.
+        In units of what the router ranks: probabilities, sigmoids or logits, with a selection bias if the router has
+        one. Group-limited routers may choose a lower sum for the sake of their groups; that counts as 0.
         """
         return self._seen.together()[2]

@@ -1,4 +1,4 @@
-"""Where a model routes: the routers that transformers itself registers, under names that wrappers do not change."""
+"""Routing sites of a model: the routers that transformers itself registers, under names that wrappers do not change."""
 
 import difflib
 import fnmatch
@@ -16,7 +16,7 @@ from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One place where tokens are given to experts.
+    """A routing site: one place in a model where tokens are given to experts.
 
     name: qualified name of the router in the model that was searched, without wrapper parts.
     modules: the router under that name; more than one where PEFT keeps the original beside the copy that it trains.
@@ -39,7 +39,7 @@ class Site:
 
 
 def find_sites(model: nn.Module) -> list[Site]:
-    """The routing sites of a transformers model, in the order of its modules; wrappers are looked through.
+    """Return the routing sites of a transformers model, in the order of its modules; wrappers are looked through.
 
     A router is what the model's own classes register as the source of `router_logits`
     (`PreTrainedModel._can_record_outputs`). Matching is by `isinstance`, so that classes which FSDP2 derives are
@@ -47,8 +47,8 @@ def find_sites(model: nn.Module) -> list[Site]:
     too). A module that stands where routers stand in other layers, but is of a class that is not registered, is a
     fixed site (the hash-routed layers of DeepSeek-V4).
 
-    Structure only: nothing runs, and a family whose routers cannot be intercepted is refused later, by `attach` or by
-    the first context. Raises UnsupportedModelError for a model without registered routers.
+    Only the structure is looked at: nothing runs, and a family whose routers cannot be intercepted is refused later, by
+    `attach` or by the first context. Raises UnsupportedModelError for a model without registered routers.
     """
     if not isinstance(model, nn.Module):
         load = ": a name has to be loaded first, with AutoModelForCausalLM.from_pretrained"
@@ -89,8 +89,8 @@ def find_sites(model: nn.Module) -> list[Site]:
 
 
 def router_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of all routers, adapters on them (LoRA) included, each once: to freeze them, or to give them a
-    learning rate of their own. A correction bias on the scores that is a buffer is none."""
+    """Return the parameters of all routers, each once, adapters on them (LoRA) included. Use: to freeze them, or to
+    give them a learning rate of their own. A correction bias on the scores that is a buffer is not among them."""
     names = {site.name for site in find_sites(model)}
     held = (m.parameters() for name, m in model.named_modules() if canonical_site(name) in names)
     return list(dict.fromkeys(parameter for parameters in held for parameter in parameters))
@@ -100,7 +100,8 @@ routing_sites = find_sites
 
 
 def boundary_of(model: nn.Module, sites: list[Site]) -> PreTrainedModel:
-    """The innermost transformers model that holds every site: one call of it is one forward, however it is called."""
+    """Return the innermost transformers model that holds every site. One call of that model is one forward, however it
+    is called. Raises UnsupportedModelError if there is none."""
     for holder in sites[0].parents:
         if isinstance(holder, PreTrainedModel) and all(any(p is holder for p in s.parents) for s in sites):
             return holder
@@ -111,6 +112,7 @@ def boundary_of(model: nn.Module, sites: list[Site]) -> PreTrainedModel:
 
 
 def _router_classes(module: nn.Module) -> Iterator[type[nn.Module]]:
+    """Yield the classes that a transformers model registers as sources of `router_logits`."""
     if not isinstance(module, PreTrainedModel):
         return
     specs = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
@@ -121,21 +123,22 @@ def _router_classes(module: nn.Module) -> Iterator[type[nn.Module]]:
 
 
 def _twin(outer: str, inner: str) -> bool:
-    """Whether two nested names are one router and its wrapper (LoRA around a router that is itself a Linear)."""
+    """Return whether two nested names are one router and its wrapper (LoRA around a router that is itself a Linear)."""
     return canonical_site(outer) == canonical_site(inner)
 
 
 def _inside(name: str, routers: set[str]) -> bool:
+    """Return whether a module is in a router, or is its wrapper."""
     return any(name.startswith(r + ".") or _twin(r, name) for r in routers)
 
 
 def _place(name: str, named: dict[str, nn.Module]) -> tuple[type, str]:
-    """The class of the holder and the attribute: what routers of different layers have in common."""
+    """Return the class of the holder and the attribute, which routers of different layers have in common."""
     return type(next(_parents(name, named), None)), canonical_site(name).rpartition(".")[2]
 
 
 def _parents(name: str, named: dict[str, nn.Module]) -> Iterator[nn.Module]:
-    """Holders of a module, innermost first, without wrappers and containers."""
+    """Yield the holders of a module, innermost first, without wrappers and containers."""
     own, last = canonical_site(name), None
     while name:
         name = name.rpartition(".")[0]
@@ -146,6 +149,7 @@ def _parents(name: str, named: dict[str, nn.Module]) -> Iterator[nn.Module]:
 
 
 def _why_no_router(named: dict[str, nn.Module]) -> str:
+    """Return why no router was found, for an error message."""
     inner = [m for m in named.values() if isinstance(m, PreTrainedModel)]
     what = type(inner[0] if inner else named[""]).__name__
     if not inner:
@@ -175,13 +179,13 @@ _WRAPPERS = {
 
 
 def within(own: str, other: str) -> bool:
-    """Whether one is the name of the other's site in a model around it."""
+    """Return whether two names may be of one site: equal, or one of them in a model around that of the other."""
     return own == other or own.endswith("." + other) or other.endswith("." + own)
 
 
 @lru_cache(maxsize=1 << 16)
 def canonical_site(name: str) -> str:
-    """The qualified name of a module without the parts that wrappers add.
+    """Return the qualified name of a module without the parts that wrappers add.
 
     `module.` (DistributedDataParallel) and `base_model.model.` (PEFT) are dropped only at the front, because
     a model may have a child of its own called `module`; the other parts are dropped anywhere. A name made of
@@ -209,10 +213,10 @@ def canonical_site(name: str) -> str:
 
 
 def match_sites(sites: Sequence[str], wanted: str | int | Iterable[str | int]) -> list[int]:
-    """Positions in `sites` of what is wanted: names, shell patterns (`"*.layers.3.*"`) or indices.
+    """Return positions in `sites` of the wanted sites: names, shell patterns (`"*.layers.3.*"`) or indices.
 
-    Every entry has to find something, else RoutingError with the nearest names. Each site is listed once, in
-    the order in which it was asked for.
+    Raises RoutingError, with the nearest names, if an entry matches nothing. Each site is listed once, in the
+    order in which it was asked for.
 
     >>> match_sites(["layers.0.gate", "layers.1.gate"], "*.1.*")
     [1]

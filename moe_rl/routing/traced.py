@@ -1,4 +1,4 @@
-"""A mark for what torch.compile traces through."""
+"""The decorator `no_type_check`, for code that torch.compile traces through."""
 
 from typing import TypeVar
 

@@ -1,5 +1,5 @@
-"""Routing traces on disk: Megatron-LM's JSONL, FLAME-MoE's Parquet, slime's dumps of rollouts. One part at a time: such
-files are larger than memory."""
+"""Readers of routing traces on disk: Megatron-LM's JSONL, FLAME-MoE's Parquet, slime's dumps of rollouts. Megatron and
+FLAME traces are larger than memory, so only the part asked for is kept."""
 
 import json
 import os
@@ -17,20 +17,20 @@ from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.packing import LIVE
 
 SLIME = "tokens", "rollout_routed_experts"
-"""Fields of a sample of slime."""
+"""The fields that are read of a sample of slime."""
 
 
 def read_megatron(
     path: str | os.PathLike[str], step: int, sequences: int, micro_batches: int
 ) -> tuple[Int[Tensor, "B T L K"], tuple[int, ...]]:
-    """Ids and layer numbers of one step of `router_trace_rank*.jsonl` (Megatron-LM #5220), decoder layers only.
+    """Return ids and layer numbers of one step of `router_trace_rank*.jsonl` (Megatron-LM #5220), decoder layers only.
 
     A line is one forward of one layer: `top_indices` of its tokens, which Megatron flattens with the position first:
     row t * sequences + b is token t of sequence b. A layer that comes again in a step is the next micro-batch, whose
     sequences follow; shorter ones are padded with -1 on the right.
 
-    Raises RoutingError naming file and line; where a layer does not come `micro_batches` times, or every micro-batch
-    has an equal one.
+    Raises RoutingError naming file and line; also if a layer does not come `micro_batches` times, or if every
+    micro-batch has an equal one.
     """
     file = _rank_file(Path(path))
     found: dict[int, list[Tensor]] = {}
@@ -88,6 +88,7 @@ def read_megatron(
 
 
 def _rank_file(path: Path) -> Path:
+    """Return the trace file: `path`, or the only trace of a rank in the folder `path`."""
     if path.is_file():
         return path
     files = sorted(path.glob("router_trace_rank*.jsonl"))
@@ -102,6 +103,7 @@ def _rank_file(path: Path) -> Path:
 
 
 def _table(rows: Any, where: str) -> Tensor:
+    """Return the rows as a tensor. Raises RoutingError unless they are a table of whole numbers."""
     try:
         ids = torch.tensor(rows, device="cpu")
     except (ValueError, TypeError) as error:
@@ -112,6 +114,7 @@ def _table(rows: Any, where: str) -> Tensor:
 
 
 def _range(numbers: set[int]) -> str:
+    """Return numbers as text: as a range if none is missing in it, else the first eight."""
     if not numbers:
         return "none"
     low, high = min(numbers), max(numbers)
@@ -121,7 +124,8 @@ def _range(numbers: set[int]) -> str:
 def read_flame(
     folder: str | os.PathLike[str], start: int, count: int, samples: str | os.PathLike[str] | None
 ) -> tuple[Int[Tensor, "1 T L K"], tuple[str, ...], Tensor | None]:
-    """Ids, layer names and token ids of rows `start .. start + count` of one checkpoint of CMU-FLAME/FLAME-MoE-Traces.
+    """Return ids, layer names and token ids of rows `start .. start + count` of one checkpoint of
+    CMU-FLAME/FLAME-MoE-Traces.
 
     folder: `actives/iter_NNNN`, one `layer_NN.parquet` per routed layer, whose column `indices` has a row per token.
     samples: the folder `samples` of the same model, whose column `token_id` has the same rows over all its files.
@@ -154,7 +158,7 @@ def read_flame(
 
 
 def _column(files: list[Path], name: str, start: int, count: int) -> Any:
-    """Rows of a column over several files, as one arrow array: only the row groups that hold them are read."""
+    """Return rows of a column over several files as one arrow array; only the row groups that hold them are read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -179,7 +183,7 @@ def _column(files: list[Path], name: str, start: int, count: int) -> Any:
 
 
 def read_slime(path: str | os.PathLike[str]) -> list[Mapping[str, Any]]:
-    """Samples of a file of slime's `--save-debug-rollout-data`, read without running what a pickle may hold.
+    """Return the samples in a file of slime's `--save-debug-rollout-data`, without running what a pickle may hold.
 
     Raises RoutingError for another file, and for one that holds more than plain values and tensors.
     """
@@ -199,9 +203,9 @@ def read_slime(path: str | os.PathLike[str]) -> list[Mapping[str, Any]]:
 
 
 def slime_samples(given: Any) -> list[tuple[Any, Any, Any]]:
-    """Of slime's samples, mappings or objects in the nesting of a rollout: each, its tokens and its routes.
+    """Return (sample, tokens, routes) for each of slime's samples: mappings or objects in the nesting of a rollout.
 
-    Raises RoutingError: there are none, or one lacks either.
+    Raises RoutingError: there are no samples, or a sample lacks tokens or routes.
     """
     found = [(sample, *(_field(sample, name) for name in SLIME)) for sample in _flat(given)]
     if not found:
@@ -215,6 +219,7 @@ def slime_samples(given: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def _flat(samples: Any) -> Iterator[Any]:
+    """Yield the samples in nested lists and tuples."""
     if isinstance(samples, list | tuple):
         for sample in samples:
             yield from _flat(sample)
@@ -223,4 +228,5 @@ def _flat(samples: Any) -> Iterator[Any]:
 
 
 def _field(sample: Any, name: str) -> Any:
+    """Return a field of a sample, or None if it is missing."""
     return sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)

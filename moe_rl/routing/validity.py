@@ -1,4 +1,4 @@
-"""The checks that expert ids, their numbers and their tokens are what they claim to be."""
+"""Checks that expert ids, numbers of experts and token ids are valid."""
 
 import operator
 from collections.abc import Collection, Sequence
@@ -15,10 +15,10 @@ from moe_rl.routing.packing import LIVE, check_integers, chunks, pack_ids, packe
 def pack_checked(
     ids: Tensor, sites: Sequence[str], experts: Sequence[int], repeats: Collection[str] = ()
 ) -> UInt[Tensor, "B T L K"]:
-    """Packed ids, rows with a -1 normalised to all -1; RoutingError with the site and value of what is wrong.
+    """Return packed ids, rows with a -1 as all -1. Raises RoutingError with the site and value of what is wrong.
 
-    ids: `[B,T,L,K]` by claim only, so it carries no annotation; experts: num_experts of each of the L sites; repeats:
-        sites whose rows may name an expert twice.
+    ids: expected as `[B,T,L,K]`, which is checked here and so not annotated; experts: num_experts of each of the L
+        sites; repeats: sites whose rows may name an expert twice.
     """
     check_integers(ids)
     if ids.ndim != 4:
@@ -39,7 +39,7 @@ def pack_checked(
 
 
 def check_packed(packed: Tensor, sites: Sequence[str], experts: Sequence[int], repeats: Collection[str] = ()) -> None:
-    """RoutingError unless `packed` is what `pack_checked` makes for these sites."""
+    """Raise RoutingError unless `packed` is what `pack_checked` makes for these sites."""
     expected = packed_dtype(max(experts))
     if packed.dtype != expected or packed.ndim != 4 or packed.shape[2] != len(sites) or packed.shape[3] < 1:
         raise RoutingError(
@@ -59,6 +59,7 @@ def _checked(
     experts: Sequence[int],
     repeats: Collection[str],
 ) -> Tensor:
+    """Return the packed ids of a chunk of sequences; start, dtype: first sequence and original dtype, for messages."""
     bad = (wide < LIVE) | (wide >= torch.tensor(experts, device=wide.device)[:, None])
     if bad.any():
         b, t, site, k = bad.nonzero()[0].tolist()
@@ -86,7 +87,7 @@ def _checked(
 
 
 def experts_per_site(num_experts: Any, sites: tuple[str, ...]) -> tuple[int, ...]:
-    """One number for each site, from one for all or from several."""
+    """Return one number of experts for each site, from one number for all sites or from several."""
     if not sites:
         raise RoutingError("no sites were named: routes need at least one")
     try:  # anything that is an integer, or several: numpy's and torch's scalars too
@@ -100,15 +101,16 @@ def experts_per_site(num_experts: Any, sites: tuple[str, ...]) -> tuple[int, ...
 
 
 def checked_tokens(tokens: Tensor, packed: Tensor) -> Int[Tensor, "B T"]:
-    """int32 token ids of the shape of the routes, where these are. RoutingError for what is none; -1 is unknown."""
+    """Return int32 token ids of the shape of the routes, on their device; -1 is unknown. Raises RoutingError for
+    anything else."""
     shape = packed.shape[:2]
     if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape != shape:
         raise RoutingError(f"tokens must be integers [B,T] = {list(shape)}, got {tokens.dtype} {list(tokens.shape)}")
-    if tokens.numel():  # above, others would wrap; below, -2 - id is kept of what a recording's mask hid (`hide`)
+    if tokens.numel():  # larger ids would wrap; -2 - id stands for an id that a mask hid (`hide`)
         low, high = (int(x) for x in torch.aminmax(tokens.to(torch.int64)))
         if low < -1 or high >= 2**31:
             raise RoutingError(
                 f"tokens from {low} to {high} are no token ids: below zero only -1 has a meaning (unknown; labels have "
                 "-100?), and they are kept in 32 bits"
             )
-    return tokens.to(packed.device, torch.int32, copy=True)  # the caller's may be written to later
+    return tokens.to(packed.device, torch.int32, copy=True)  # a copy: the caller may write to the original
