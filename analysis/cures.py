@@ -43,7 +43,7 @@ CAUSES: dict[str, dict[str, Declared]] = {
     "Near-tied routers\nat the full rate": {
         "gone": ("methods_router", "grpo_tenth", "grpo"),
         "rate": ("half_rate", "half_fast", "grpo_fast"),
-        **{method: ("fast_routers", method, "grpo") for method in ("replay", "gspo")},  # 60 seeds: not methods_router, nine
+        **{method: ("fast_routers", method, "grpo") for method in ("replay", "gspo")},  # 60 seeds, not nine
         **{method: ("fast_routers_averages", method, "grpo") for method in ("gmpo", "rspo")},
         **{method: ("methods_router", method, "grpo") for method in ("cispo", "sapo", "gspo_replay")},
         "dppo": ("methods_router", "dppo_tv", "grpo"),

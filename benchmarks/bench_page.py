@@ -123,7 +123,7 @@ def run_parts(
         say: called with each line of progress.
     """
     well, where = True, machine()  # asked now, because writing the page changes the checkout
-    measured = {part["name"] for part in recorded(record) if part["rows"]}  # read first: a damaged record must fail before hours are spent
+    measured = {part["name"] for part in recorded(record) if part["rows"]}  # fails now if the record is damaged
     for part in parts:
         say(f"{part.name}: {part.command}")
         done = run_part(part)
@@ -172,7 +172,7 @@ def machine() -> dict[str, Any]:
 
 
 def described(parts: Sequence[dict[str, Any]]) -> str:
-    """Return a sentence on the machine, or a list of sentences if parts were not all measured under the same conditions."""
+    """Return a sentence on the machine, or a list if parts were measured under different conditions."""
     said: dict[str, list[str]] = {}
     for part in parts:
         machine = part["machine"]

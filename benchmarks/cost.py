@@ -44,7 +44,7 @@ DOUBLINGS = 3
 
 
 def build(experts: int, layers: int) -> tuple[Any, Any]:
-    """Return a model that routes each token to two of `experts` experts, and its tokenizer; neither has an end token."""
+    """Return a model with top 2 of `experts` experts, and its tokenizer; neither has an end token."""
     return policy(Sums.alphabet, 64, layers, experts, 2, 64, ends=False)
 
 

@@ -80,7 +80,7 @@ METHODS: dict[str, Method] = {
 
 
 def problem(N: int, H: int, V: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return random hidden states [N, H], head weights [V, H], targets [N], and factors of the log-probabilities [N]."""
+    """Return random hidden states [N, H], head weights [V, H], targets [N], and factors of the loss [N]."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, H, generator=generator).to(dtype).requires_grad_()
     weight = (torch.randn(V, H, generator=generator) / H**0.5).to(dtype).requires_grad_()

@@ -72,7 +72,7 @@ def main() -> None:
         began = time.process_time()
         rollout = responses(sampler, random.Random(0), sampler.generator("sample"))
         sampling = time.process_time() - began
-        # A random policy's answers are all wrong, so rewards are drawn at random to give all methods something to learn.
+        # A random policy's answers are all wrong: with random rewards all methods have something to learn.
         coin = torch.rand(len(rollout), generator=torch.Generator().manual_seed(0)).round()
         rollout = replace(rollout, rewards=coin)
         steps = {name: partial(step, state, rollout) for name, state in states.items()}
