@@ -12,7 +12,7 @@ from moe_rl.routing.experts import register_experts
 def qwen3_moe(
     hidden: int, layers: int, experts: int, k: int, width: int, vocab: int = 512, **more: Any
 ) -> Qwen3MoeConfig:
-    """Return the configuration of a model with layers of `hidden` units and top k of `experts`, each of `width` units."""
+    """Return the configuration of a model: layers of `hidden` units, top k of `experts`, each of `width` units."""
     defaults: dict[str, Any] = {"intermediate_size": 2 * hidden, "head_dim": hidden // 4, "num_key_value_heads": 2}
     return Qwen3MoeConfig(
         vocab_size=vocab,

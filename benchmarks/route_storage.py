@@ -105,7 +105,7 @@ def measured(shape: Shape, tokens: int, rounds: int) -> tuple[dict[str, float], 
 
 
 def table(found: dict[int, list[dict[str, float]]]) -> list[str]:
-    """Return the lines of the table of docs/scaling.md. found: tokens of a file -> `measured` sizes for each of SHAPES."""
+    """Return the lines of the table of docs/scaling.md. found: tokens of a file -> sizes for each of SHAPES."""
     lines = [f"| bytes per token | {' | '.join(s.name for s in SHAPES)} |", f"| --- |{' --- |' * len(SHAPES)}"]
     each = [shipped(shape) for shape in SHAPES]
 

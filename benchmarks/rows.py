@@ -49,7 +49,7 @@ def cpu_seconds(call: Callable[[], object]) -> float:
 
 
 def allocated_peak(run: Callable[[], object]) -> int:
-    """Return the largest number of bytes on the CPU that torch held at once during `run`, beyond what it held before."""
+    """Return the most bytes on the CPU that torch held at once during `run`, beyond what it held before."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
@@ -86,7 +86,7 @@ def row(
     limit: float | None = None,
     note: str = "",
 ) -> dict[str, Any]:
-    """Return one row of results from the seconds of each round, the peer's in the same rounds, and a limit in seconds."""
+    """Return one row of results from seconds of each round, the peer's in the same rounds, and a limit in seconds."""
     ratio = spread = None
     if peer_seconds:
         of_rounds = ratios(seconds, peer_seconds)

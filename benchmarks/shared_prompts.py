@@ -41,7 +41,7 @@ def in_turns(one: Callable[[int], Any], other: Callable[[int], Any], rounds: int
 
 
 def update(ragged: bool, rounds: int) -> tuple[list[list[float]], str]:
-    """Return the CPU seconds of both sides on one minibatch, and a text with the number of places that each computes."""
+    """Return the CPU seconds of both sides on one minibatch, and how many places each computes, as text."""
     model, tokenizer = model_of("sorted_mm", ragged)
     rng, task = seeded_random(0, "prompts"), Sums()
     problems = [task.problem(rng) for _ in range(PROMPTS // UPDATES)]

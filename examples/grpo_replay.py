@@ -73,7 +73,7 @@ def train(
                 old_logps = token_logps(policy, *tokens, shared=layout).logps
             routes = layout.unpack(recording.routes) if layout else recording.routes
 
-        # 3. Make one update per minibatch of whole groups. From the second one on, the weights differ from the old ones.
+        # 3. Make one update per minibatch of whole groups. From the second on, the weights are no longer the old ones.
         groups = torch.randperm(prompts, generator=seeded_generator(seed, "order", step))
         order = groups[:, None] * group_size + torch.arange(group_size)
         for update, rows in enumerate(order.chunk(num_minibatches)):
@@ -86,7 +86,7 @@ def train(
             layout = share_prompts(*part, routes=forced) if shared else None
             forced = layout.pack(forced) if layout else forced
             # The old policy's experts are forced; their gate weights, and so the gradient, come from the live router.
-            with replay_routes(policy, forced, once=True) if replay else nullcontext():  # once: an error if not all used
+            with replay_routes(policy, forced, once=True) if replay else nullcontext():  # each route once, or an error
                 logps = token_logps(policy, *part, shared=layout).logps
                 loss = policy_loss(
                     OBJECTIVES[objective], logps, old_logps[rows], advantages[rows], rollout.completion_mask[rows]
