@@ -80,7 +80,7 @@ class Side:
             )
 
     def step(self, first: bool = False) -> float:
-        """Let the process make its next step; return its CPU seconds. Raises SystemExit: when the process failed."""
+        """Let the process make its next step; return its CPU seconds. Raises SystemExit if the process failed."""
         assert self._process.stdin and self._process.stdout
         if not first:
             self._process.stdin.write("\n")

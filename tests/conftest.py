@@ -24,7 +24,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # slow tests first: else one process would run them alone at the end
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # slow tests first
 
 
 def pytest_collection_finish():

@@ -37,7 +37,7 @@ def benchmark(monkeypatch):
 
 
 def command(tmp_path, program):
-    """Write `program` to a file and return the command of a part that runs it; its last argument is the file of rows."""
+    """Write `program` to a file; return the command of a part that runs it, with the file of rows as last argument."""
     path = tmp_path / f"p{len(list(tmp_path.iterdir()))}.py"
     path.write_text(program)
     return str(path)

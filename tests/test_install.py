@@ -31,7 +31,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel):
-    """Return the `bin` of an environment with the wheel and this environment's dependencies, but without the checkout."""
+    """Return the `bin` of an environment with the wheel and the dependencies of this one, but not the checkout."""
     home = wheel.parent / "venv"
     venv.create(home, symlinks=True)
     python = home / "bin" / "python"

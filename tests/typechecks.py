@@ -13,7 +13,7 @@ _jaxtyped = jaxtyping.jaxtyped
 def check_arrays_only() -> None:
     """Make jaxtyping's import hook leave functions and classes without a shaped annotation unchanged.
 
-    The hook wraps every function of a package, which took up to half of a test's time; mypy checks types without arrays.
+    The hook wraps every function of a package, which took up to half of a test's time; mypy checks all other types.
     """
     jaxtyping.jaxtyped = _if_shaped
 
