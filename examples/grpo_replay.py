@@ -86,7 +86,7 @@ def train(
             layout = share_prompts(*part, routes=forced) if shared else None
             forced = layout.pack(forced) if layout else forced
             # The old policy's experts are forced; their gate weights, and so the gradient, come from the live router.
-            with replay_routes(policy, forced, once=True) if replay else nullcontext():  # of the whole batch, or an error
+            with replay_routes(policy, forced, once=True) if replay else nullcontext():  # all of them, or an error
                 logps = token_logps(policy, *part, shared=layout).logps
                 loss = policy_loss(
                     OBJECTIVES[objective], logps, old_logps[rows], advantages[rows], rollout.completion_mask[rows]

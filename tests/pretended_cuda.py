@@ -5,9 +5,10 @@ such tensors (gradients, too) are `OnCuda`. An operation raises if torch refuses
 devices.
 
 The pretended GPU cannot show what a kernel does or whether it exists, when the host waits, or memory. It is more
-lenient than torch in a few places: the result of `*_like` or `new_*` of a tensor on cuda:0 stays there whatever `device` says;
-so does a tensor made without a device inside a call of torch that was given tensors on cuda:0 (a backward with a
-checkpointed forward is one); any operation but those that `check` names takes CPU tensors without dimensions.
+lenient than torch in a few places: the result of `*_like` or `new_*` of a tensor on cuda:0 stays there whatever
+`device` says; so does a tensor made without a device inside a call of torch that was given tensors on cuda:0 (a
+backward with a checkpointed forward is one); any operation but those that `check` names takes CPU tensors without
+dimensions.
 """
 
 from collections.abc import Iterator
@@ -86,7 +87,7 @@ def as_cpu(device: Any) -> Any:
 
 
 def check(name: str, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise RuntimeError as torch does if an operation on tensors of cuda:0 also has some, or a generator, of the CPU."""
+    """Raise RuntimeError as torch does if an operation on cuda:0 has CPU tensors or a generator that it refuses."""
     generator = kwargs.get("generator")
     if generator is not None and generator.device.type == "cpu":
         raise RuntimeError(f"{name}: Expected a 'cuda' device type for generator but found 'cpu'")

@@ -23,7 +23,7 @@ def flipped(rng: random.Random, data: bytes) -> bytes:
 
 
 def damaged_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Return bytes damaged in one random way: bits flipped, cut off, a part removed, doubled, zeroed, or foreign bytes."""
+    """Return bytes damaged at random: bits flipped, cut off, a part removed, doubled or zeroed, or foreign bytes."""
     start = rng.randrange(len(data) + 1)
     end = min(len(data), start + rng.choice([1, 2, 5, 50, 5000]))
     kind = rng.randrange(8)

@@ -57,7 +57,7 @@ def refusing(number: int, at: int) -> None:
     def opened(path: Any, mode: str = "r", *_: Any, **__: Any) -> bool:
         return bool(set(mode) & set("wax+"))
 
-    for name in ("fsync", "replace", "rename", "mkdir"):  # only mkdir's error names a file; moe_rl must add it to others
+    for name in ("fsync", "replace", "rename", "mkdir"):  # but for mkdir, moe_rl must add the file's name
         setattr(os, name, wrapped(getattr(os, name), lambda *_, **__: True, names=name == "mkdir"))
     os.open = wrapped(os.open, lambda path, flags, *_, **__: bool(flags & WRITING))
     builtins.open = wrapped(builtins.open, opened)
@@ -110,7 +110,7 @@ def two_writers(folder: Path, rng: random.Random, found: Faults, seconds: float)
     second = start(lambda: run_one(METHODS[METHOD], folder), log_of(folder))
     both = sorted([wait(first), wait(second)])
     found.met += both == [0, IN_USE]
-    return "" if both in ([0, IN_USE], [0, 0]) else f"statuses {both}"  # both 0: the first had ended before the second began
+    return "" if both in ([0, IN_USE], [0, 0]) else f"statuses {both}"  # both 0: one after the other
 
 
 def orphan(folder: Path, rng: random.Random, found: Faults, seconds: float) -> str:

@@ -31,7 +31,7 @@ class Soak:
 
 
 def soaked(method: str, steps: int, root: Path) -> Soak:
-    """Make one run with token tables, checkpoints and evaluations every ten steps; return its use of memory and files."""
+    """Make one run with token tables, checkpoints and evaluations every ten steps; return its memory and open files."""
     config = METHODS[method]
     config = replace(
         config,

@@ -17,7 +17,7 @@ from moe_rl.training import RunConfig
 
 @dataclass
 class Twin:
-    """A run without interruption: its configuration, a description of its files (`content`), and its wall-clock seconds."""
+    """A run without interruption: its configuration, a description of its files (`content`), its wall-clock seconds."""
 
     config: RunConfig
     content: dict[str, str]

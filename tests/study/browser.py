@@ -39,7 +39,7 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """A browser with one page. `complaints` keeps errors of its scripts and log, `requests` the URL of every request."""
+    """A browser with one page. `complaints`: errors of scripts and in the log. `requests`: the URLs of all requests."""
 
     def __init__(self, executable: str):
         self.profile = tempfile.mkdtemp(prefix="moe_rl-browser-")

@@ -63,7 +63,7 @@ def write_study(
     (folder / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
     for arm in arms:
         method = every[arm]["method"]
-        draws = "grpo_replay" if method["replay"] == "R2" else arm  # replay does not see noise, so both runs draw the same numbers
+        draws = "grpo_replay" if method["replay"] == "R2" else arm  # replay does not see noise: equal numbers
         for seed in [seed for seed in seeds if seed in every[arm].get("seeds", seeds)]:
             done = (arm, seed) not in unfinished
             rng = np.random.default_rng([seed, list(every).index(draws)])
@@ -209,7 +209,7 @@ def _probe(
     flips = (slots > 0).sum(1)
     old = -rng.gamma(0.4, 0.6, T)
     drift = rng.normal(0, 0.04 * np.sqrt(u), T)
-    predictor = np.roll(flips.reshape(sequences, LENGTH), 1, axis=1).ravel()  # log-ratios depend on flips one position to the left
+    predictor = np.roll(flips.reshape(sequences, LENGTH), 1, axis=1).ravel()  # flips one position to the left
     natural = drift + predictor * rng.normal(0, 0.12, T)
     sequence = natural.reshape(sequences, LENGTH).mean(1)
     table = pd.DataFrame(
