@@ -1,9 +1,10 @@
-"""What arithmetic alone re-routes in trained policies, and how much of their log-ratio is routing, over seeds:
+"""Noise floor of trained policies: what other arithmetic alone re-routes, and routing's share of the log-ratio.
 
     python analysis/arithmetic.py runs/engine_mismatch/grpo_fp32 runs/replay_vs_gspo/grpo --csv FILE
 
-Every finished run of an arm (ARM/seedN) answers held-out prompts of its own task with the weights that it ended with;
-what it said is scored again in every way of `moe-rl floor`, in every dtype. One row per arm, dtype and variant.
+Every finished run of an arm (ARM/seedN) answers held-out prompts of its own task with its final weights. These answers
+are scored again by every variant of the forward that `moe-rl floor` knows, in every dtype. The table has one row per
+arm, dtype and variant: means over seeds with Student's 95 % intervals.
 """
 
 import argparse
@@ -30,11 +31,11 @@ from moe_rl.study.statistics import student_interval
 from moe_rl.study.words import csv_text
 
 QUANTITIES = ("slot_change", "token_change", "gap_mean", "routing_share_gap_mean", "routing_share_m2")
-SEED = 0  # of prompts and sampling, in every run
+SEED = 0  # random seed of prompts and sampling, the same in every run
 
 
 def answers(run: Path, prompts: int) -> list[dict[str, str]]:
-    """Held-out prompts of a run's task, and what its last policy completes them with."""
+    """Return held-out prompts of a run's task, each with the completion by the run's last policy."""
     task = make_task(TaskConfig(**read_yaml(run / "config.yaml")["task"]))
     problems = problems_of(task, random.Random(SEED), prompts, held_out=True)
     rollout = sample(
@@ -50,7 +51,7 @@ def answers(run: Path, prompts: int) -> list[dict[str, str]]:
 
 
 def floor_of(run: Path, prompts: int) -> pd.DataFrame:
-    """`floor.csv` of a run's last policy on its own answers."""
+    """Return the table `floor.csv` of a run's last policy, measured on that policy's own answers."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "answers.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in answers(run, prompts)), encoding="utf-8")
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=128, help="held-out prompts of each run (default 128)")
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # tiny policies
+    torch.set_num_threads(1)  # the fastest for tiny policies
     named = [f"{arm.resolve().parent.name}: {arm.name}" for arm in options.arms]
     if twice := sorted({name for name in named if named.count(name) > 1}):
         parser.error(f"{', '.join(twice)}: two folders of this name would be one arm of the table; give one at a time")

@@ -1,17 +1,17 @@
-"""What last policies earn by the training engine and by copies of quantised weights, on the same prompts with the same
-numbers drawn:
+"""Rewards of each run's last policy by the training engine and by copies with quantised weights.
 
     python analysis/both_engines.py runs/trained_copy --formats int4 mxfp4 --to docs/results/trained_copy
 
-Every finished run of a study, those of its roundings included, answers held-out prompts of its own task with the
-weights that it ended with, once by each engine. Printed, and with --to written there:
+Every finished run of a study, including the runs of the study's roundings, answers held-out prompts of its own task
+with its final weights, once by each engine: the same prompts, and the same random numbers for sampling. Three tables
+come of it; the last two are printed, and --to DIR writes all three:
 
 - `both_engines.csv`: one row per run;
 - `engine_rewards.csv`: means over seeds of each arm, a seed's roundings averaged first, with Student's 95 % intervals:
   rewards by each engine, and what rounding the weights costs (`lost_by_`);
-- `rounding_costs.csv`: the arms that the study compares, told apart by the rules of docs/statistics.md, under each
-  rounding by itself: by what rounding costs, all pairs and formats as one family, and by the rewards of the copies, as
-  another; `pooled`, of the seeds that every rounding has, is without a test.
+- `rounding_costs.csv`: comparisons of the arms that the study compares, by the rules of docs/statistics.md, under each
+  rounding by itself. What rounding costs, for all pairs and formats, is one family of tests; the rewards of the copies
+  are another. The rows `pooled`, over the seeds that every rounding has, are without a test.
 """
 
 import argparse
@@ -40,18 +40,18 @@ from moe_rl.study.statistics import compare_paired, judge, student_interval
 from moe_rl.study.words import csv_text
 
 TRANSFORMERS_EXPERTS = ModelConfig(experts_implementation="grouped_mm")
-SEED = 0  # of prompts and sampling, in every run and for all engines
+SEED = 0  # random seed of prompts and sampling, the same in every run and for all engines
 INTEREST = 0.02
-"""Smallest difference of interest in what rounding costs, in units of reward."""
+"""Smallest difference of interest between two arms in what rounding costs, in units of reward."""
 
 
 def quantised(weight_format: str) -> EngineConfig:
-    """The engine of a format's name: weights rounded, products in bf16."""
+    """Return the settings of an engine with weights rounded to `weight_format` and products in bf16."""
     return EngineConfig(kind="hf", dtype="bfloat16", weight_format=weight_format)
 
 
 def rewards(run: Path, prompts: int, engines: dict[str, EngineConfig]) -> dict[str, float]:
-    """Mean reward of a run's last policy by the training engine, and by each of the others."""
+    """Return the mean reward of a run's last policy by the training engine (`training`) and by each of `engines`."""
     config = read_yaml(run / "config.yaml")
     task = make_task(TaskConfig(**config["task"]))
     problems = problems_of(task, random.Random(SEED), prompts, held_out=True)
@@ -74,12 +74,12 @@ def rewards(run: Path, prompts: int, engines: dict[str, EngineConfig]) -> dict[s
 
 
 def with_losses(table: pd.DataFrame, formats: Sequence[str]) -> pd.DataFrame:
-    """The table with what rounding to each format costs: reward by the training engine less reward by that copy."""
+    """Return `table` with the cost of each format, `lost_by_*`: reward by the training engine minus by that copy."""
     return table.assign(**{f"lost_by_{name}": table["training"] - table[name] for name in formats})
 
 
 def summary(table: pd.DataFrame, formats: Sequence[str]) -> pd.DataFrame:
-    """Each arm's rewards by each engine, and what rounding costs it."""
+    """Return each arm's mean reward by each engine and mean cost of rounding to each format, with intervals."""
     values = ["training", *formats, *(f"lost_by_{name}" for name in formats)]
     seeds = with_losses(table, formats).groupby(["arm", "seed"], sort=False)[values].mean()
     return seed_means(seeds.reset_index(), ["arm"], values, interval=student_interval)
@@ -88,7 +88,7 @@ def summary(table: pd.DataFrame, formats: Sequence[str]) -> pd.DataFrame:
 def compared(
     table: pd.DataFrame, columns: Sequence[str], pairs: Sequence[tuple[str, str]], interest: float
 ) -> pd.DataFrame:
-    """Arms told apart by each of the columns, seed by seed, as one family; of runs of one rounding."""
+    """Return the paired comparisons of `pairs` by each of `columns` as one family, from a table of one rounding."""
     rows, family = [], []
     for name in columns:
         seeds = values_by_seed(table, name)
@@ -105,8 +105,11 @@ def compared(
 def comparisons(
     table: pd.DataFrame, formats: Sequence[str], pairs: Sequence[tuple[str, str]], interest: float
 ) -> pd.DataFrame:
-    """`compared` by what rounding costs, and by the rewards of the copies, under each rounding; `pooled` has the mean
-    over the roundings of each seed that all of them have, and no verdict. `interest` is of rewards."""
+    """Return `compared` under each rounding, by what rounding to each format costs and by the rewards of the copies.
+
+    The rounding `pooled` uses each seed's mean over the roundings, for seeds that all of them have, and has no verdict.
+    interest: smallest difference of interest between rewards; between costs it is `INTEREST`.
+    """
     lost = with_losses(table, formats)
     seeds = lost.groupby(["arm", "seed"], sort=False)
     whole = seeds.size() == lost["rounding"].nunique()
@@ -122,7 +125,7 @@ def comparisons(
 
 
 def table_of(study: StudyData, arms: Sequence[str] | None, prompts: int, formats: Sequence[str]) -> pd.DataFrame:
-    """`rewards` of every finished run of these arms (None: of all), with arm, seed and rounding."""
+    """Return `rewards` of every finished run of `arms` (None: all arms), one row each with arm, seed and rounding."""
     engines = {name: quantised(name) for name in formats}
     rows = []
     for rounding, data in {"native": study, **study.roundings}.items():
@@ -144,7 +147,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=512, help="held-out prompts of each run (default %(default)s)")
     parser.add_argument("--to", type=Path, metavar="DIR", help="also write the three tables here")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # tiny policies
+    torch.set_num_threads(1)  # the fastest for tiny policies
     study, options.formats = load(options.study), list(dict.fromkeys(options.formats))
     finished = {run.arm for data in (study, *study.roundings.values()) for run in data.runs if run.finished}
     lacking = [arm for arm in options.arms or () if arm not in finished]
@@ -162,7 +165,7 @@ def main() -> None:
     for name in ("engine_rewards", "rounding_costs"):
         print(tables[name].round(3).to_string(index=False), end="\n\n")
     for name, found in tables.items() if options.to else ():
-        digits = "%.10g" if name == "both_engines" else "%.6g"  # means of 512 rewards, exact: what is equal stays equal
+        digits = "%.10g" if name == "both_engines" else "%.6g"  # exact means of 512 rewards: equal ones stay equal
         write_atomic(options.to / f"{name}.csv", csv_text(found, digits))
 
 

@@ -1,9 +1,9 @@
-"""How much larger a share of its slots a rarely used expert loses, in all studies with the table `change_by_load`:
+"""How much more often slots of rarely used experts change, in all studies with the table `change_by_load`.
 
     python analysis/change_by_load.py
 
-Per arm, the slots that changed of experts with less than half of the even load over those of experts with twice of it
-and more; range and median over arms, those with a balancing bias apart.
+For each arm: the share of changed slots of experts with less than half of the even load, divided by that of experts
+with at least twice the even load. Printed are median and range over arms, separately for arms with a balancing bias.
 """
 
 import argparse
@@ -15,11 +15,11 @@ from moe_rl.processes import ends_with_its_reader
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 ALL_BIASED = ("methods_bias", "levers_balance_live")
-"""Studies whose arms all have a balancing bias, here and run again elsewhere; otherwise an arm's name says it."""
+"""Prefixes of studies, with repetitions, whose arms all have a balancing bias; elsewhere an arm's name says so."""
 
 
 def load_ratios() -> pd.DataFrame:
-    """One row per arm that has experts of both kinds: `study`, `arm`, `biased`, `ratio`."""
+    """Return one row per arm with both rarely and often used experts: `study`, `arm`, `biased`, `ratio`."""
     rows = []
     for file in sorted(RESULTS.glob("*/change_by_load.csv")):
         study = file.parent.name

@@ -1,4 +1,4 @@
-"""What final rewards say of the statements of papers (question 8):  python analysis/claims.py DIR
+"""Final rewards that support or contradict statements of papers (question 8):  python analysis/claims.py DIR
 
 Reads the committed tables of docs/results, so that it needs no runs; draws DIR/claims as .pdf, .svg and .png and writes
 what is drawn beside them as CSV.
@@ -58,7 +58,7 @@ CLAIMS: dict[str, dict[str, Declared]] = {
         "Decoupled − ratio to the writer, reversing": ("decoupled_reverse", "decoupled_partial", "writer_partial"),
     },
 }
-"""Statement -> comparison (`*`: of held-out reward) -> where it was declared."""
+"""Statement -> comparison (`*`: by held-out reward) -> the study and the two arms that declare this comparison."""
 MEASURED = "difference of final reward (*: held-out reward)"
 
 

@@ -1,4 +1,4 @@
-"""What each method gives back of what a cause costs GRPO, over the studies of question 4:  python analysis/cures.py DIR
+"""Reward that each method wins back where a cause costs GRPO reward (question 4):  python analysis/cures.py DIR
 
 Reads the committed tables of docs/results, so that it needs no runs; draws DIR/cures.pdf, .svg, .png and writes what is
 drawn beside them as CSV.
@@ -85,11 +85,11 @@ CAUSES: dict[str, dict[str, Declared]] = {
         "dppo": ("dppo_mismatch", "dppo_int4", "grpo_int4"),
     },
 }
-"""Cause -> method -> the declared comparison with GRPO: study, arm, GRPO's arm."""
+"""Cause -> method -> the declared comparison with GRPO: study, the method's arm, GRPO's arm."""
 
 
 def cures_table() -> pd.DataFrame:
-    """One row per cause, method and rounding, from the committed comparisons: what `cures_figure` takes."""
+    """Return the table for `cures_figure` from the committed comparisons: one row per cause, method and rounding."""
     declared = {
         cause: {label: cells[name] for name, label in METHODS.items() if name in cells}
         for cause, cells in CAUSES.items()

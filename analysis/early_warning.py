@@ -1,7 +1,7 @@
-"""Which signal tells early that a run will end badly:  python analysis/early_warning.py runs/STUDY docs/results/lag
+"""Signals that tell early that a run will end badly:  python analysis/early_warning.py runs/STUDY docs/results/lag
 
-Of run folders, or of committed tables that have `signals.csv`. Prints the table; --csv writes it, --figures draws
-it: areas under the ROC curve, and what signals tell beyond the reward, where the studies kept it.
+Reads study folders, or folders of committed tables that contain `signals.csv`. Prints a table; --csv writes the table,
+--figures draws it: areas under the ROC curve, and what signals tell beyond the reward, where the studies recorded it.
 Definitions: `moe_rl.study.early_warning`.
 """
 
@@ -23,7 +23,7 @@ from moe_rl.study.words import csv_text
 
 
 def signals_of(folder: Path, steps: Sequence[int], rounding: str | None = None) -> pd.DataFrame:
-    """`run_signals` of a study under each rounding, or under one, from its runs or as they are committed."""
+    """Return `run_signals` of a study under each rounding or under one, from `signals.csv` or else from the runs."""
     if (folder / "signals.csv").is_file():
         table = _committed(folder, steps)
     else:

@@ -1,12 +1,13 @@
-"""What old tokens cost GRPO, and GSPO gives back, by the length of responses on one task (question 4):
+"""Reward that old tokens cost GRPO, and that GSPO wins back, by the length of responses on one task (question 4).
 
     python analysis/length.py DIR --csv docs/results/old_tokens_length_slopes/slopes.csv
 
 Reads the committed tables of docs/results/old_tokens_length, so that it needs no runs. Prints the slopes that the study
-declared, for each rounding and for the mean of each seed that has both (`pooled`, undeclared): of each seed's
-difference by least squares on log2 of the tokens of a response, their mean with Student's 95 % interval over seeds, and
-p of the exact sign-flip test after Holm over the four. Draws DIR/old_tokens_length as .pdf, .svg and .png and writes
-what is drawn beside them as CSV.
+declared, for each rounding and for each seed's mean over the roundings if the seed has all of them (`pooled`, not
+declared). A slope is that of one seed's difference of final reward over log2 of the tokens of a response, by least
+squares. Printed are the mean slope with Student's 95 % interval over seeds and the p of the exact sign-flip test,
+adjusted by Holm over the four differences. Draws DIR/old_tokens_length as .pdf, .svg and .png and writes what is drawn
+beside them as CSV.
 """
 
 import argparse
@@ -33,31 +34,31 @@ DIFFERENCES = {
     "GRPO, mixed − whole": ("grpo_partial", "grpo"),
     "GSPO − GRPO, mixed": ("gspo_partial", "grpo_partial"),
 }
-"""Mixed: responses of three versions of the weights."""
+"""Name -> arm and other arm, which is subtracted. Mixed: responses of three versions of the weights."""
 
 
 def differences(arm: str, other: str) -> pd.DataFrame:
-    """Paired differences of final reward: a row for each rounding and seed, a column for each number of letters."""
+    """Return paired differences of final reward: one row per rounding and seed, one column per number of letters."""
     columns = {n: published_values(RESULTS, f"{STUDY}:{arm}_{n}:{other}_{n}", roundings=True) for n in TOKENS}
     return pd.DataFrame(columns).droplevel(0)
 
 
 def slopes(values: pd.DataFrame) -> np.ndarray:
-    """Least-squares slope of each row on log2 of the tokens; rows without all lengths are left out."""
+    """Return each row's least-squares slope over log2 of the tokens; rows that lack a length are left out."""
     x = np.log2([TOKENS[n] for n in values])
     x -= x.mean()
     return values.dropna().to_numpy() @ x / (x @ x)
 
 
 def slopes_table() -> pd.DataFrame:
-    """One row per rounding and difference; slopes are of reward per doubling of the tokens."""
+    """Return the table of slopes, in reward per doubling of the tokens: one row per rounding and difference."""
     rows = []
     found = {name: differences(*arms) for name, arms in DIFFERENCES.items()}
     roundings = list(next(iter(found.values())).index.unique(0))
     for rounding in [*roundings, "pooled"]:
         family = []
         for name, values in found.items():
-            seeds = values.dropna().groupby(level=1)  # with all lengths; pooled: under every rounding
+            seeds = values.dropna().groupby(level=1)  # rows with all lengths; pooled: under every rounding
             whole = seeds.mean()[seeds.size() == len(roundings)]
             one = slopes(whole if rounding == "pooled" else values.loc[rounding])
             interval = student_interval(one)
@@ -70,7 +71,7 @@ def slopes_table() -> pd.DataFrame:
 
 
 def drawn() -> pd.DataFrame:
-    """What `cures_figure` takes. What waiting and mixed versions cost was not declared at one length: no verdict."""
+    """Return the table for `cures_figure`; costs of waiting and mixing were not declared by length: without verdict."""
     names = {n: f"{n} letters, {tokens} tokens" for n, tokens in TOKENS.items()}
     gains = {
         cause: {names[n]: (STUDY, f"{arm}_{n}", f"{other}_{n}") for n in TOKENS}

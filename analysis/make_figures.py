@@ -1,10 +1,10 @@
-"""Figures of one or more studies, from run folders alone:
+"""Figures of one or more studies, drawn from run folders alone.
 
     python analysis/make_figures.py runs/replay_vs_gspo
     python analysis/make_figures.py runs/replay_vs_gspo runs/selection_noise --only reward expert_change
 
-Each becomes PDF, SVG, PNG, a CSV of what was plotted, and its caption, in FOLDER/figures. `moe-rl figures FOLDER` does
-the same and writes the report.
+Each figure is written to FOLDER/figures as PDF, SVG and PNG, with a CSV of the plotted numbers and its caption.
+`moe-rl figures FOLDER` does the same and writes the report.
 """
 
 import argparse

@@ -1,14 +1,15 @@
-"""An arm's final reward, or the difference of two arms', over roundings and studies, from the committed tables:
+"""Mean final reward of an arm, or mean difference of two arms, over roundings and studies, from the committed tables.
 
     python analysis/pooled.py methods_stale:gspo_partial:grpo_partial partial_rollouts_anchor:gspo_partial:grpo_partial
     python analysis/pooled.py --roundings int4_sort:old_int4:grpo_fp32
     python analysis/pooled.py --roundings --of held_out_less_sampled int4_sort:old_int4
     python analysis/pooled.py wide_policy:grpo_lower_rate:grpo --less wide_policy_dense:grpo_lower_rate:grpo
 
-prints the mean with Student's 95 % interval over seeds; of two arms the differences are paired. It is no test, whether
-a study declared that comparison or not. A seed counts once: its values in a study and in its repetitions (--roundings,
-STUDY_intel) are averaged first, as many as it has; the tables `roundings` pool only the seeds that every rounding has.
-Several studies count as independent: those that share seeds are refused. --less takes a study of the same seeds away.
+Prints the mean with Student's 95 % interval over seeds; the differences of two arms are paired. This is no test,
+whether a study declared the comparison or not. A seed counts once: its values in a study and in the study's repetitions
+(--roundings, STUDY_intel) are averaged first, as many as there are; the tables `roundings` pool only the seeds that
+every rounding has. Several studies count as independent: studies that share seeds are refused. --less subtracts the
+values of another study with the same seeds.
 """
 
 import argparse

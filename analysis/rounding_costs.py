@@ -1,10 +1,10 @@
-"""What rounding their weights costs last policies that were trained with engines of different formats.
+"""Reward that last policies, trained with engines of different formats, lose when their weights are rounded.
 
     python analysis/rounding_costs.py DIR
 
 Reads the committed tables of docs/results (`both_engines.csv`), so that it needs no runs; draws DIR/rounding_costs.pdf,
-.svg, .png and writes what is drawn beside them as CSV: reward by the training engine less that by a copy with weights
-of a format, on the same held-out prompts with the same random numbers.
+.svg, .png and writes what is drawn beside them as CSV: reward by the training engine minus reward by a copy with
+rounded weights, on the same held-out prompts with the same random numbers.
 """
 
 from pathlib import Path
@@ -23,11 +23,11 @@ TASKS = {
 }
 ARMS = {"engine fp32": "grpo_fp32", "engine int4": "old_int4", "engine mxfp4": "old_mxfp4"}
 FORMATS = ("int4", "mxfp4")
-INTEREST = 0.02  # of both_engines.py
+INTEREST = 0.02  # as in both_engines.py
 
 
 def costs_table() -> pd.DataFrame:
-    """One row per task, format and arm: what `claims_figure` takes."""
+    """Return the table for `claims_figure`: one row per task, format and arm."""
     rows = []
     for task, study in TASKS.items():
         for rounded in FORMATS:

@@ -1,10 +1,11 @@
-"""What of the log-ratio's variance is routing, by seeds and steps, from the committed table of a study that splits it:
+"""Routing's part of the log-ratio's variance, by seeds and steps, from a study's committed table `decomposed_probes`.
 
     python analysis/routing_noise.py gspo_ordinary grpo_ordinary --steps 20 30
 
-prints the ratio of the routing parts (of tokens, after the last update that each arm makes in a step) that two arms
-leave: geometric mean over steps and seeds, with Student's 95 % interval of its logarithm over the seeds. Without arms:
-the medians of each arm's probes.
+Given two arms, prints the first arm's routing part divided by the second's, where a routing part is that of the token
+log-ratio's variance after the last update that the arm makes in a step. The ratio is a geometric mean over steps and
+seeds, with Student's 95 % interval of its logarithm over the seeds. Without arms, prints the medians of each arm's
+probes.
 """
 
 import argparse
@@ -21,7 +22,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 
 
 def ratio(probes: pd.DataFrame, arm: str, other: str, part: str = "routing") -> tuple[float, float, float, int]:
-    """The variance of a part under `arm` over that under `other`: estimate, low, high, pairs."""
+    """Return the variance of `part` under `arm` divided by that under `other`: estimate, low, high, number of seeds."""
     last = last_updates(probes).set_index(["arm", "seed", "step"])
     logs = np.log(last[f"token_var_{part}"]).groupby(["arm", "seed"]).mean()
     found = student_interval((logs[arm] - logs[other]).dropna().to_numpy()).exp()

@@ -1,7 +1,8 @@
-"""What became of the published conclusions where a study was run again:  python analysis/survival.py
+"""How many published conclusions survived where a study was run again:  python analysis/survival.py
 
-From the committed tables `roundings`: other CPU kernels, another processor, cold starts made anew each time. Prints one
-row per study and repetition; --csv writes it. Repetitions in which no difference could be resolved are not counted.
+Reads the committed tables `roundings`: repetitions with other CPU kernels, on another processor, or with cold starts
+made anew each time. Prints one row per study and repetition; --csv writes the table. Repetitions in which no difference
+could be resolved are not counted.
 """
 
 import argparse
@@ -21,9 +22,13 @@ CLAIMS = (Verdict.HIGHER, Verdict.LOWER, Verdict.EQUIVALENT)
 
 
 def repeated_verdicts(results: Path = RESULTS) -> pd.DataFrame:
-    """One row per comparison and repetition: `study` (the folder), `again`, `claim` (its verdict at first) and its
-    `fate`: "same", told again; "direction", not told again, the mean on its side of the difference of interest; "gone",
-    neither; of those without one of `CLAIMS`, "new", told there, and "none"."""
+    """Return one row per comparison and repetition: `study` (the folder), `again` (the repetition), `claim`, `fate`.
+
+    claim: the verdict of the original study.
+    fate: "same": the repetition has the same verdict; "direction": it has another one, but its mean is on the claim's
+        side of the difference of interest; "gone": neither. Of comparisons whose claim is none of `CLAIMS`: "new" if
+        the repetition's verdict is one of them, else "none".
+    """
     rows = []
     for table in repetitions(results):
         first = pd.read_csv(results / table["study"].iloc[0] / "comparisons.csv").set_index(["arm", "other"])
@@ -34,7 +39,7 @@ def repeated_verdicts(results: Path = RESULTS) -> pd.DataFrame:
 
 
 def survival_table(verdicts: pd.DataFrame) -> pd.DataFrame:
-    """`repeated_verdicts` counted: one row per study and repetition, `claims` those that had one."""
+    """Return the counts of `repeated_verdicts` per study and repetition; `claims`: comparisons that had a claim."""
     rows = []
     for (study, again), part in verdicts.groupby(["study", "again"], sort=False):
         counts = {name: int((part["fate"] == name).sum()) for name in ("same", "direction", "gone", "new")}
@@ -43,6 +48,7 @@ def survival_table(verdicts: pd.DataFrame) -> pd.DataFrame:
 
 
 def fate(first: pd.Series, again: pd.Series, interest: float) -> str:
+    """Return the fate of one comparison, as `repeated_verdicts` defines it."""
     if first["verdict"] not in CLAIMS:
         return "new" if again["verdict"] in CLAIMS else "none"
     if again["verdict"] == first["verdict"]:

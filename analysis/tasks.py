@@ -1,4 +1,4 @@
-"""What causes cost GRPO, and methods give back, on four tasks (question 4):  python analysis/tasks.py DIR
+"""Reward that causes cost GRPO, and that methods win back, on four tasks (question 4):  python analysis/tasks.py DIR
 
 Reads the committed tables of docs/results, so that it needs no runs; draws DIR/costs_by_task (what every cause costs),
 DIR/tasks (the main study, also with another router), DIR/fast_router_tasks, DIR/bias_tasks, DIR/old_token_tasks,
@@ -18,14 +18,17 @@ from moe_rl.study.published import Declared, published_differences
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 
 Comparisons = dict[str, dict[str, Declared]]
-"""Comparison -> task -> where it was declared."""
+"""Comparison -> task -> the study and the two arms that declare this comparison."""
 EQUATIONS, AGAIN = "equations", "equations, other seeds"
 OTHERS = {"reverse 24 letters": "reverse", "sort 8 letters": "sort", "add 3 digits": "add"}
 
 
 def everywhere(others: str, *equations: str) -> dict[str, Declared]:
-    """A comparison CAUSE:ARM:OTHER on the other tasks, in the studies CAUSE_TASK, and on equations: there
-    STUDY:ARM:OTHER, of which a second has other seeds, or as `others`."""
+    """Return where one comparison was declared on each of the four tasks.
+
+    others: CAUSE:ARM:OTHER; the studies CAUSE_TASK declare it on the other tasks.
+    equations: STUDY:ARM:OTHER on equations, and possibly a second one with other seeds; if absent, `others` itself.
+    """
     cause, arm, other = others.split(":")
     declared = [tuple(name.split(":")) for name in equations or (others,)]
     first = dict(zip((EQUATIONS, AGAIN), declared, strict=False))
@@ -33,7 +36,7 @@ def everywhere(others: str, *equations: str) -> dict[str, Declared]:
 
 
 def as_in_the_main_study(arm: str, other: str) -> dict[str, Declared]:
-    """A comparison of the main study, also with another router and on other tasks."""
+    """Return where a comparison of the main study was declared: there, with another router, and on other tasks."""
     studies = {EQUATIONS: "replay_vs_gspo", "equations, sigmoid routers": "other_router"}
     studies |= {task: f"other_task_{study}" for task, study in OTHERS.items()}
     return {task: (study, arm, other) for task, study in studies.items()}
@@ -126,7 +129,7 @@ HELD_OUT: Comparisons = {
 COSTS: Comparisons = {
     "Selection noise,\n36 % of the slots": everywhere(
         "other_task:grpo_noise02:grpo_replay", "replay_vs_gspo:grpo_noise02:grpo_replay"
-    ),  # replay does not see it
+    ),  # the arm without the cause: replay does not see selection noise
     "Near-tied routers\nat the full rate": FAST_ROUTERS["GRPO, full rate − a tenth"],
     "Balancing bias,\n0.001 a step": BIAS["GRPO, bias − none"],
     "64 updates\non a batch*": MANY_UPDATES["GRPO, 64 updates − 4"],
@@ -134,7 +137,7 @@ COSTS: Comparisons = {
     "Batches that\nwaited 4 steps": LAG["GRPO, waited 4 steps − fresh"],
     "Rollout engine,\nint4 weights": INT4["GRPO, int4 − fp32 engine"],
 }
-"""Cause -> task -> GRPO with it less GRPO without it."""
+"""Cause -> task -> the declared comparison of GRPO with the cause minus GRPO without it."""
 CORRECTED_TITLE = "Corrections for a rollout engine with int4 weights, the ratio to the old policy throughout"
 FIGURES = {
     "tasks": ("The main study's comparisons with another router and on other tasks.", MAIN),
@@ -152,7 +155,7 @@ FIGURES = {
 
 
 def costs_table() -> pd.DataFrame:
-    """One row per cause, task and rounding, from the committed comparisons: what `cures_figure` takes."""
+    """Return the table for `cures_figure` from the committed comparisons: one row per cause, task and rounding."""
     return by_cause(published_differences(RESULTS, COSTS), COSTS, [EQUATIONS, AGAIN, *OTHERS])
 
 

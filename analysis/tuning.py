@@ -1,7 +1,7 @@
-"""What the tuning chose, by the rule in the head of experiments/tuning.yaml:  python analysis/tuning.py runs/tuning
+"""Settings chosen by the tuning study, by the rule in experiments/tuning.yaml:  python analysis/tuning.py runs/tuning
 
-A label is `METHOD: SETTING`. Arms of one label are one setting under several doses of noise; the first setting of a
-method is its default.
+An arm's label is `METHOD: SETTING`. Arms with the same label are one setting under several doses of noise; a method's
+first setting is its default.
 """
 
 import argparse
@@ -15,16 +15,18 @@ from moe_rl.study.curves import TIE
 from moe_rl.study.data import declared_arms
 
 GAIN = 0.05
-"""What a setting must be above the default by, in the mean over seeds."""
+"""Smallest mean gain over the default, over seeds, with which a setting can be chosen."""
 FEWEST = 2
-"""Seeds without which nothing is chosen."""
+"""Smallest number of seeds with which anything but the default is chosen."""
 
 
 def scores(data: StudyData) -> pd.DataFrame:
-    """Held-out reward of the last policy, mean over doses: one row per (method, setting), one column per seed. A seed
-    in which not all doses are finished has none."""
+    """Return the last policy's held-out reward, mean over doses: one row per (method, setting), one column per seed.
+
+    The value of a seed is NaN unless all doses of the setting are finished in it.
+    """
     declared = {arm: str(about.get("label") or arm) for arm, about in declared_arms(data.config).items()}
-    labels = pd.Series({**declared, **data.arms["label"]})  # an arm that has not begun is a dose that is missing
+    labels = pd.Series({**declared, **data.arms["label"]})  # an arm that has not begun counts as a missing dose
     done = {(run.arm, run.seed) for run in data.runs if run.finished}
     evals = data.evals[[run in done for run in zip(data.evals["arm"], data.evals["seed"], strict=True)]]
     last = evals[evals["step"] > 0].groupby(["arm", "seed"])["reward"].last().unstack("seed")
@@ -34,11 +36,11 @@ def scores(data: StudyData) -> pd.DataFrame:
 
 
 def choose(scores: pd.DataFrame) -> pd.DataFrame:
-    """`scores` with `gain`, the mean paired difference from the method's default, and `chosen`.
+    """Return `scores` with `gain`, the mean paired difference from the method's default, `open`, and `chosen`.
 
-    Nothing is chosen on fewer than `FEWEST` seeds. A setting can be chosen that is above the default by `GAIN` in the
-    mean and above it in every seed; one that is not above it in some seed is out, whatever its other seeds would say,
-    so that they need not be run.
+    With fewer than `FEWEST` seeds the default stays chosen. A setting can be chosen if it is above the default by
+    `GAIN` in the mean and above it in every seed. A setting that is not above the default in some seed is out, whatever
+    its other seeds would say, so these need not be run. `open`: a setting that may still be chosen but lacks seeds.
     """
     parts = []
     for _, own in scores.groupby(level="method", sort=False):

@@ -1,4 +1,4 @@
-"""Final reward against measured routing volatility, over the studies of question 4:  python analysis/volatility.py DIR
+"""Final reward against measured routing volatility, in the studies of question 4:  python analysis/volatility.py DIR
 
 Reads the committed tables of docs/results, so that it needs no runs; draws DIR/volatility.pdf, .svg, .png and writes
 what is drawn beside them as CSV.
@@ -25,19 +25,19 @@ LABELS = {
     "live": "GRPO + R2, bias on live loads",
 }
 METHOD_OF = {"live": "grpo_replay"}
-"""A method that is another one with a difference, and looks like it but for dash and marker."""
+"""Variant of a method -> the method, in whose colour it is drawn, with another dash and marker."""
 OTHERS = {method: method for method in ("gmpo", "rspo", "cispo", "sapo")}
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One place on the axis of a source.
+    """One condition of a source of volatility: a position on the axis of re-routed slots, and the arms drawn there.
 
-    study: whose committed tables hold it.
-    measured: the arm whose share of re-routed slots is the place.
-    arms: the arm of each method. A method that does not see a condition (replay under noise) has its natural arm here.
-    engine: the slots are those in which the rollout engine differs from the training model; else those in which the
-        update forward differs from the old policy.
+    study: the study whose committed tables hold the numbers.
+    measured: the arm whose share of re-routed slots is the position.
+    arms: method -> its arm. A method that does not see a condition (replay under noise) has its natural arm here.
+    engine: whether re-routed slots are those in which the rollout engine differs from the training model; else those
+        in which the update forward differs from the old policy.
     """
 
     study: str
@@ -125,7 +125,7 @@ SOURCES: dict[str, list[Condition]] = {
 
 
 def volatility_table() -> pd.DataFrame:
-    """One row per source, condition and method, from the committed tables: what `volatility_figure` takes."""
+    """Return the table for `volatility_figure` from the committed tables: one row per source, condition and method."""
     rows = []
     for source, conditions in SOURCES.items():
         for condition in conditions:

@@ -1,12 +1,12 @@
-"""The reward in successive windows of a long study's RL steps: of every arm, and paired differences of two arms.
+"""Mean rewards of arms, and paired differences of two arms, in successive windows of a long study's RL steps.
 
     python analysis/windows.py runs/longer_training [--steps 31] [--csv docs/results/longer_training/windows.csv]
 
 One row per rounding, arm or declared comparison, and window of steps. `reward` is the mean of the window's steps,
 `held_out` that of the policy after its last step, where it was evaluated; both with Student's 95 % interval over seeds.
-`declined` counts the runs whose window is more than the smallest difference of interest below the mean reward of their
-best such window so far, which may begin at any step. The rounding `all` averages each seed's values over the roundings
-that have it. Only finished runs count, and nothing here is tested.
+`declined` counts the runs whose reward in this window is lower than in the run's best window of this length so far by
+more than the smallest difference of interest; the best window may begin at any step. The rounding `all` averages each
+seed's values over the roundings that have the seed. Only finished runs count, and no statistical test is made.
 """
 
 import argparse
@@ -26,9 +26,10 @@ PLACE = ["arm", "seed", "last"]
 
 
 def windows_of(data: StudyData, steps: int, interest: float) -> pd.DataFrame:
-    """One row per finished run and window: arm, seed, last step, and the columns reward, held_out, declined.
+    """Return one row per finished run and window: arm, seed, last, reward, held_out, declined.
 
-    Raises ValueError where no finished run has `steps` steps.
+    `last` counts the steps up to the window's end.
+    Raises ValueError if no finished run has `steps` steps.
     """
     done = {(run.arm, run.seed) for run in data.runs if run.finished}
     rows = []
@@ -38,18 +39,18 @@ def windows_of(data: StudyData, steps: int, interest: float) -> pd.DataFrame:
         means = part.set_index("step")["reward"].sort_index().rolling(steps).mean()
         fall = means.cummax() - means
         for last in range(steps, len(means) + 1, steps):
-            at = last - 1  # steps count from 0, evaluations by the steps that were made
+            at = last - 1  # steps count from 0, evaluations are numbered by the steps made before them
             rows.append((arm, seed, last, means.iloc[at], bool(fall.iloc[at] > interest)))
     if not rows:
         raise ValueError(f"{data.folder}: no finished run of {steps} steps; give fewer --steps, or finish the study")
     found = pd.DataFrame(rows, columns=[*PLACE, "reward", "declined"])
-    evals = data.evals.reindex(columns=["arm", "seed", "step", "reward"])  # of no evaluation there are no columns
+    evals = data.evals.reindex(columns=["arm", "seed", "step", "reward"])  # without evaluations it has no columns
     evals = evals.set_axis([*PLACE, "held_out"], axis=1).drop_duplicates(PLACE, keep="last")
     return found.merge(evals.astype({"arm": found["arm"].dtype}), on=PLACE, how="left")
 
 
 def rows_of(found: pd.DataFrame, pairs: list[tuple[str, str]], steps: int) -> Iterator[dict[str, object]]:
-    """The rows of one rounding's table. found: as `windows_of` has it, a seed once."""
+    """Yield the rows of one rounding's table. found: a table in the form of `windows_of`, each seed of an arm once."""
     by_window = found.set_index(["last", "arm", "seed"])
     arms = [(arm, "") for arm in found["arm"].unique()]
     for arm, other in [*arms, *pairs]:
@@ -68,7 +69,7 @@ def rows_of(found: pd.DataFrame, pairs: list[tuple[str, str]], steps: int) -> It
 
 
 def windows_table(data: StudyData, steps: int) -> pd.DataFrame:
-    """The table of a study with its roundings. Raises ValueError as `windows_of`."""
+    """Return the windows of a study and of its roundings in one table. Raises ValueError as `windows_of` does."""
     interest = float(data.config.get("interest", 0.05))
     pairs = [(str(arm), str(other)) for arm, other in data.config.get("comparisons") or ()]
     found = {name: windows_of(one, steps, interest) for name, one in {NATIVE: data, **data.roundings}.items()}

@@ -1,17 +1,17 @@
 """CPU seconds of a GRPO cycle against TRL's GRPOTrainer on the same work, side by side.
 
     python benchmarks/against_trl.py                 # completions of one length
-    python benchmarks/against_trl.py --ragged        # an end token may end them
+    python benchmarks/against_trl.py --ragged        # completions that an end token may end
     python benchmarks/against_trl.py --python OTHER/bin/python     # an environment that has trl beside moe_rl
 
 A cycle is one batch of 8 prompts x 8 completions of up to 24 tokens and four updates on 16 completions each, of a
 Qwen3-MoE of 3.4 M parameters with random weights (hidden 128, 4 layers, 16 experts of width 128, 4 per token), AdamW,
-one thread. Ours is `examples/grpo_replay.py`: sampling, a scoring pass that records the routes, four updates under
-replay, with transformers' experts, with `sorted_mm`, without that pass (old log-probabilities and routes are then those
-of decoding), and with updates in which responses share their prompt (`share_prompts`); TRL's has no routes. Each
-trainer runs in processes of its own, which take turns, with the C library's own handling of freed memory (the example
-does not change it, nor does TRL); a figure is the CPU time of the cycles after the first two, per cycle, and the ratio
-that of neighbouring processes.
+one thread. Our side is `examples/grpo_replay.py`: sampling, a scoring pass that records the routes, four updates under
+replay. It runs in four variants: with transformers' experts; with `sorted_mm`; also without the scoring pass (old
+log-probabilities and routes are then those of decoding); and also with updates in which responses share their prompt
+(`share_prompts`). TRL's trainer has no routes. Each trainer runs in processes of its own, which take turns, with the C
+library's own handling of freed memory, which neither the example nor TRL changes. A time is the median CPU time of a
+cycle after the first two, and a ratio compares neighbouring processes.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ SIDES = ("trl", "ours", "ours, sorted_mm", "ours, sorted_mm, no scoring pass", "
 
 
 class Sums:
-    """Sums of two numbers; right digits earn a little, so that a random policy has groups with unequal rewards."""
+    """Task: sums of two numbers. Any digits earn reward, so that a random policy has groups with unequal rewards."""
 
     name, alphabet, max_new_tokens = "sums", "^$0123456789+=", LENGTH
 
@@ -53,18 +53,20 @@ class Sums:
 
 
 def model_of(experts: str | None, ragged: bool) -> tuple[Any, Any]:
-    """Model and tokenizer; without `ragged` they know no end token."""
+    """Return model and tokenizer; without `ragged` neither of them has an end token."""
     return policy(Sums.alphabet, 128, 4, 16, 4, 128, ends=ragged, implementation=experts)
 
 
 def learning_rate(ragged: bool) -> float:
-    """Too small to change what is sampled where lengths are to stay unequal: at 5e-4 the policy learns within three
-    cycles not to end."""
+    """Return the learning rate; with `ragged` it is too small to change what is sampled, so that lengths stay unequal.
+
+    At 5e-4 the policy learns within three cycles not to end its responses.
+    """
     return 1e-9 if ragged else 5e-4
 
 
 def ours(experts: str | None, scoring: bool, shared: bool, ragged: bool, cycles: int) -> list[float]:
-    """CPU seconds at the end of each cycle."""
+    """Train by `examples/grpo_replay.py`; return the CPU clock in seconds at the start and at the end of each cycle."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from grpo_replay import train
 
@@ -86,6 +88,7 @@ def ours(experts: str | None, scoring: bool, shared: bool, ragged: bool, cycles:
 
 
 def trl(ragged: bool, cycles: int) -> list[float]:
+    """Train by TRL's GRPOTrainer; return the CPU clock in seconds at the start and at the end of each cycle."""
     from datasets import Dataset, disable_progress_bars
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -140,6 +143,7 @@ def trl(ragged: bool, cycles: int) -> list[float]:
 
 
 def one_side(side: str, ragged: bool, cycles: int) -> None:
+    """Train one of `SIDES` in this process and print the CPU seconds of each cycle after the warm-up."""
     torch.set_num_threads(1)
     last = side == SIDES[-1]
     experts = "sorted_mm" if "sorted" in side or last else None

@@ -3,8 +3,9 @@
     make bench
     python benchmarks/bench.py [--output FOLDER] [--only cost experts ...] [--trl-python OTHER/bin/python]
 
-Each part runs in a process of its own with one thread. One that fails is said on the page, and the others go on; exit
-status 1 then. What was recorded of others stays: with `--only`, and of a part that lacks here what it needs.
+Each part runs in a process of its own with one thread. If a part fails, the page says so, the other parts are run all
+the same, and the exit status is 1. Earlier records stay for parts that `--only` leaves out, and for parts that cannot
+run here.
 """
 
 import argparse
@@ -36,7 +37,7 @@ HEAD_ALONE = "Forward and backward of the head alone, and the bytes that torch h
 
 
 def parts(trl_python: str | None = None) -> list[Part]:
-    """What is run."""
+    """Return the parts of the page in order."""
     how = {
         "needs": "" if trl_python or find_spec("trl") else "trl is not installed",
         "hidden": ("--python", trl_python) if trl_python else (),
@@ -80,7 +81,7 @@ def parts(trl_python: str | None = None) -> list[Part]:
 
 
 def others(named: list[Part]) -> list[Part]:
-    """A part for every other benchmark that can write rows; its own first line says what it is."""
+    """Return a part for every further script here that writes rows, described by the first line of its docstring."""
     found = []
     taken = {part.command.split()[0] for part in (*named, *gpu_parts(megablocks=True))}
     for path in sorted((ROOT / "benchmarks").glob("*.py")):

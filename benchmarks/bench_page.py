@@ -1,6 +1,6 @@
-"""Parts of a measurement, each a command in a process of its own, and the page that they make.
+"""Runner of measurements in parts, each a command in a process of its own, and writer of the page of their results.
 
-A part that fails or takes too long is said on the page, with its last words, and the others go on.
+If a part fails or takes too long, the page says so, with the last lines of its output, and the other parts are run.
 """
 
 import argparse
@@ -21,20 +21,21 @@ from typing import Any
 from moe_rl.files import write_atomic, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-SIGNS = 3  # digits that are printed of a time
-LAST_LINES = 12
+SIGNS = 3  # significant digits of a printed time
+LAST_LINES = 12  # of a failed part's output, for the page
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command.
+    """One part of a measurement: a command and its description.
 
-    name: of the part, unique.
-    title, about: what stands above its rows.
-    command: arguments after the interpreter, and `--json FILE`; `{folder}` is a folder of its own, removed afterwards.
-    seconds: how long it may take; what takes longer hangs, however busy the machine is.
-    needs: why it cannot run here; empty if it can.
-    hidden: more arguments, of this machine alone, which the page does not show.
+    name: a unique name.
+    title, about: heading and text above the part's rows on the page.
+    command: arguments of the Python interpreter, to which `--json FILE` is added; `{folder}` stands for a temporary
+        folder of the part.
+    seconds: time limit; it is so large that a command that exceeds it hangs, however busy the machine is.
+    needs: why the command cannot run here; empty if it can.
+    hidden: further arguments that only concern this machine; the page does not show them.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Part:
 
 
 def run_part(part: Part) -> dict[str, Any]:
-    """What became of a part: rows, seconds, load of the machine, and `error`, or `skipped` with the reason."""
+    """Run a part and return its record: rows, seconds, the machine's load, and `error` or `skipped` with the reason."""
     command = "python " + part.command.format(folder="FOLDER")
     found: dict[str, Any] = {"name": part.name, "title": part.title, "about": part.about, "command": command}
     found |= {"rows": [], "seconds": 0.0, "load": None}
@@ -80,7 +81,7 @@ def run_part(part: Part) -> dict[str, Any]:
 
 
 def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> str:
-    """What went wrong; empty if nothing did. What the command started ends with it."""
+    """Wait for a command, then kill its whole process group; return what went wrong, or an empty text."""
     try:
         status = process.wait(seconds)
         return f"exit status {status}" if status else ""
@@ -93,10 +94,12 @@ def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> str:
 
 
 def _path() -> str:
+    """Return PYTHONPATH with the checkout in front."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 def _rows(file: Path) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows in a file and an empty text, or no rows and the reason."""
     try:
         return [json.loads(line) for line in file.read_text().splitlines()], ""
     except (OSError, ValueError) as error:
@@ -111,15 +114,16 @@ def run_parts(
     head: str,
     say: Callable[[str], None] = print,
 ) -> bool:
-    """Run parts one after the other, and write record and page after each; whether all went well.
+    """Run parts one after the other, write record and page after each, and return whether no part failed.
 
     Args:
-        order: of all parts on the page. Those that are not run now, or cannot run here, stay as they are recorded.
-        record, target: the JSON file and the page.
-        head: what the page begins with.
+        order: names of all parts in the page's order. Parts that are not run now, or cannot run here, stay as recorded.
+        record, target: paths of the JSON file and of the page.
+        head: the beginning of the page.
+        say: called with each line of progress.
     """
-    well, where = True, machine()  # before the page itself is a change to the checkout
-    measured = {part["name"] for part in recorded(record) if part["rows"]}  # read before hours are spent
+    well, where = True, machine()  # asked now, because writing the page changes the checkout
+    measured = {part["name"] for part in recorded(record) if part["rows"]}  # fails now if the record is damaged
     for part in parts:
         say(f"{part.name}: {part.command}")
         done = run_part(part)
@@ -134,23 +138,23 @@ def run_parts(
 
 
 def add_options(parser: argparse.ArgumentParser, names: Sequence[str], page: str) -> None:
-    """What `make bench` and `make gpu` both take."""
+    """Add the options that `make bench` and `make gpu` have in common."""
     parser.add_argument("--output", type=Path, default=ROOT / "docs", help=f"gets {page}.md and results/{page}.json")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
 
 
 def run_chosen(parts: Sequence[Part], options: argparse.Namespace, name: str, head: str) -> bool:
-    """Run the parts that `options.only` names, into record and page called `name`; whether all went well."""
+    """Run the parts in `options.only`, write record and page `name`, and return whether no part failed."""
     record, target = options.output / "results" / f"{name}.json", options.output / f"{name}.md"
     chosen = [part for part in parts if part.name in options.only]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a part started ends then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running part's processes are killed, too
     well = run_parts(chosen, [part.name for part in parts], record, target, head)
     print(f"wrote {target}")
     return well
 
 
 def machine() -> dict[str, Any]:
-    """Where and when this was measured."""
+    """Return the commit, the machine, the versions of packages, and the time of a measurement."""
     import torch
 
     from moe_rl.study.run import environment
@@ -168,7 +172,7 @@ def machine() -> dict[str, Any]:
 
 
 def described(parts: Sequence[dict[str, Any]]) -> str:
-    """The machine in a sentence; where parts were run apart, each of them."""
+    """Return a sentence on the machine, or a list if parts were measured under different conditions."""
     said: dict[str, list[str]] = {}
     for part in parts:
         machine = part["machine"]
@@ -186,7 +190,7 @@ def described(parts: Sequence[dict[str, Any]]) -> str:
 
 
 def recorded(record: Path) -> list[dict[str, Any]]:
-    """What a record holds; nothing where there is none. SystemExit where it cannot be read."""
+    """Return the parts in a record, none if there is no such file. Raises SystemExit if the file is not JSON."""
     try:
         return json.loads(record.read_text()) if record.exists() else []
     except ValueError as error:
@@ -194,7 +198,7 @@ def recorded(record: Path) -> list[dict[str, Any]]:
 
 
 def keep(record: Path, done: dict[str, Any], order: Sequence[str]) -> list[dict[str, Any]]:
-    """Put a part into the record; all parts in `order`."""
+    """Put a part into the record file, in place of its earlier one; return all recorded parts in `order`."""
     known = {part["name"]: part for part in recorded(record)}
     known[done["name"]] = done
     found = [known[name] for name in order if name in known]
@@ -203,7 +207,7 @@ def keep(record: Path, done: dict[str, Any], order: Sequence[str]) -> list[dict[
 
 
 def page(head: str, parts: Sequence[dict[str, Any]]) -> str:
-    """The page, from what `keep` recorded and nothing else."""
+    """Return the text of the page, which depends on `head` and the recorded parts alone."""
     text = [head.strip() + "\n"]
     failed = [part["title"] for part in parts if "error" in part]
     if failed:
@@ -223,7 +227,7 @@ def page(head: str, parts: Sequence[dict[str, Any]]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of `rows`, without the columns that all of them leave empty."""
+    """Return a Markdown table of rows as rows.py makes them, without columns that are empty in every row."""
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "case": lambda row: row["case"],
         "µs": lambda row: number(row["us"]),
@@ -242,12 +246,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Three decimals, or two digits of what is small."""
+    """Return a ratio with three decimals, or with two significant digits below 0.1; an empty text for None."""
     return "" if value is None else f"{value:.3f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def number(value: float | None) -> str:
-    """Three digits, thousands apart."""
+    """Return a number with `SIGNS` significant digits or as a whole number with commas; an empty text for None."""
     if value is None:
         return ""
     if value >= 10 ** (SIGNS - 1):

@@ -1,15 +1,16 @@
-"""Speed of the change metrics on one core, against the memory floor and against the obvious ways.
+"""Speed of the change metrics on one core, against reading the ids from memory and against simple implementations.
 
     python benchmarks/change_metrics.py [--tokens 100000] [--sites 48] [--k 8] [--experts 128] [--rounds 7]
 
 A row is one (token, site) pair: K ids before, K ids after. Times are CPU seconds of one thread, which a busy machine
-disturbs less than the clock on the wall; methods take turns within each round, so that a disturbance meets all of
-them. Slow methods get fewer rows. Every method's result is checked against Python sets before it is timed.
+disturbs less than wall-clock time; methods take turns within each round, so that a disturbance meets all of them. Slow
+methods get fewer rows. Every method's result is checked against Python sets before it is timed.
 
-What a comparison costs depends on how many rows are equal word for word, hence the cases. `ascending`: the ids of a
-row in ascending order, as route tables hold them, and one slot exchanged in a share of the rows. `by score`: in the
-order of the router's scores, as they are recorded, old and new from the same scores plus noise; where the set stays the
-order often does not. `other order`: the same sets, every row in another order: the worst case.
+The cost of a comparison depends on how many rows are equal id by id, hence the cases. `ascending`: the ids of a row are
+in ascending order, as in route tables, and one slot is exchanged in a share of the rows. `by score`: the ids are in the
+order of the router's scores, as in recorded routes, and the new scores are the old ones plus noise; where the set stays
+the same, the order often does not. `other order`: as `ascending`, but every new row is in descending order: the worst
+case.
 """
 
 import argparse
@@ -34,14 +35,16 @@ CASES = {  # share of rows with one slot exchanged; or the noise, as a share of 
     "by score": None,
     "other order, 10 %": 0.10,
 }
-MAIN = "ascending, 10 %"  # the case of the slower functions and of the obvious ways
+MAIN = "ascending, 10 %"  # the only case of the slower functions and of the simple implementations
 NOISE = 0.011
 READ, READ_WIDE = "read both (floor)", "read both of int64 ids (floor)"
 
 
 def policies(case: str, tokens: int, sites: int, k: int, experts: int) -> Iterator[RoutedExperts]:
-    """Routes of an old and a new policy: every row is drawn from a thousand of its site, so that nothing repeats in an
-    order that a processor could learn."""
+    """Yield the routes of an old and a new policy, in which every row is drawn at random from a thousand of its site.
+
+    The random order keeps the processor from learning a repetition.
+    """
     g = torch.Generator().manual_seed(0)
     scores = torch.randn(min(tokens, 1000), sites, experts, generator=g)
     ids = scores.topk(k + 1).indices
@@ -79,7 +82,7 @@ def read_both(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def check(old: RoutedExperts, new: RoutedExperts) -> None:
-    """Every method against Python's own sets."""
+    """Assert that every method gives what Python's own sets give."""
     k = old.shape[-1]
     expected = python_sets(old.packed, new.packed)
     for method in (one_shot_numpy, one_shot_torch, lambda a, b: k - changed_slots(a, b).flatten().numpy()):
@@ -93,7 +96,7 @@ def check(old: RoutedExperts, new: RoutedExperts) -> None:
 
 
 def methods(args: argparse.Namespace) -> tuple[dict[str, tuple[int, Callable[[], object]]], list[str]]:
-    """Name -> rows that a call compares, and the call; and a line on each case."""
+    """Return name -> (number of rows that a call compares, the call), and a line of text about each case."""
     found: dict[str, tuple[int, Callable[[], object]]] = {}
     lines = []
     rows, few = args.tokens * args.sites, max(1, args.tokens // 200)
@@ -129,7 +132,8 @@ def methods(args: argparse.Namespace) -> tuple[dict[str, tuple[int, Callable[[],
 
 
 def without_collector(call: Callable[[], object]) -> float:
-    gc.disable()  # as timeit does: Python sets would wait for whatever else is in memory
+    """Return the CPU seconds of a call without garbage collection."""
+    gc.disable()  # as timeit does: a collection during the call would go through everything else in memory
     taken = cpu_seconds(call)
     gc.enable()
     return taken
@@ -156,7 +160,7 @@ def main() -> None:
     python = times["python sets"]
     results = []
     for name, seconds in times.items():
-        reading = READ_WIDE if "int64" in name else READ  # what the call reads
+        reading = READ_WIDE if "int64" in name else READ  # the floor that reads ids of the same width
         floor = times[reading]
         middle = statistics.median(seconds)
         slow, fast = (1e-6 / x for x in reversed(quartiles(seconds)))

@@ -1,12 +1,12 @@
-"""How cost grows: CPU seconds as a power of tokens, experts, layers, group size and length.
+"""Growth of cost: CPU seconds as a power of tokens, experts, layers, group size and length.
 
     python benchmarks/cost.py
 
-Each quantity is doubled three times while the others stay; in every round all sizes take turns, and a line through
-log(CPU seconds) over log(size) is that round's exponent. Given are the mean over rounds with its 95 % interval
-(Student), and the exponent of the last doubling, in which what does not grow weighs least: 1 is linear, and a cost
-that grows faster shows there first. `forward`, `record` (the forward that keeps routes), `replay` (forward and backward
-under replay), and `cycle`: sampling, scoring, two updates of examples/grpo_replay.py.
+Each quantity is doubled three times while the others stay fixed. In every round all sizes take turns, and the slope of
+log(CPU seconds) over log(size) is that round's exponent; 1 is linear. Printed are the mean exponent over rounds with
+its 95 % interval (Student), and the median exponent of the last doubling, in which constant costs weigh least, so that
+faster than linear growth shows there first. Measured are `forward`, `record` (a forward that records routes), `replay`
+(forward and backward under replay), and `cycle`: sampling, scoring and two updates of examples/grpo_replay.py.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ from against_trl import Sums
 from grpo_replay import train
 
 BASE = {"experts": 16, "layers": 4}
-CALLS = {"sequences": 8, "length": 64}  # of forward, record and replay
+CALLS = {"sequences": 8, "length": 64}  # sizes of forward, record and replay
 CYCLE = {"prompts": 2, "group size": 4, "new tokens": 12}
-GROWN = {  # what is doubled, for the calls and for the cycle
+GROWN = {  # quantity -> the size that is doubled for the calls, if any, and for the cycle
     "tokens (sequences of one length)": ("sequences", "prompts"),
     "length": ("length", "new tokens"),
     "group size": (None, "group size"),
@@ -44,11 +44,12 @@ DOUBLINGS = 3
 
 
 def build(experts: int, layers: int) -> tuple[Any, Any]:
-    """A model with two of `experts` for each token, and its tokenizer; no token ends a response."""
+    """Return a model with top 2 of `experts` experts, and its tokenizer; neither has an end token."""
     return policy(Sums.alphabet, 64, layers, experts, 2, 64, ends=False)
 
 
 def calls(sequences: int, length: int, experts: int, layers: int) -> dict[str, Callable[[], object]]:
+    """Return the calls forward, record and replay on one random batch."""
     model, tokenizer = build(experts, layers)
     ids = torch.randint(0, len(tokenizer), (sequences, length))
 
@@ -72,6 +73,7 @@ def calls(sequences: int, length: int, experts: int, layers: int) -> dict[str, C
 
 
 def cycle(prompts: int, group: int, length: int, experts: int, layers: int) -> Callable[[], object]:
+    """Return a call that makes one RL step of examples/grpo_replay.py."""
     model, tokenizer = build(experts, layers)
     task = Sums()
     task.max_new_tokens = length
@@ -84,7 +86,7 @@ def cycle(prompts: int, group: int, length: int, experts: int, layers: int) -> C
 
 
 def sizes_of(grown: str) -> dict[str, list[tuple[int, Callable[[], object]]]]:
-    """For each call, (size, what to time) in growing sizes."""
+    """Return name of a call -> list of (size, call to time) in growing sizes of the quantity `grown`."""
     of_calls, of_cycle = GROWN[grown]
     found: dict[str, list[tuple[int, Callable[[], object]]]] = {}
     for doubling in range(DOUBLINGS + 1):
@@ -100,17 +102,18 @@ def sizes_of(grown: str) -> dict[str, list[tuple[int, Callable[[], object]]]]:
 
 
 def exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Slope of log(seconds) over log(sizes)."""
+    """Return the least-squares slope of log(seconds) over log(sizes)."""
     return float(stats.linregress([math.log(x) for x in sizes], [math.log(y) for y in seconds]).slope)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """95 % Student interval of a mean."""
+    """Return the 95 % Student interval of the mean of `values`."""
     half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
     return statistics.mean(values) - half, statistics.mean(values) + half
 
 
 def measure(grown: str, rounds: int) -> list[dict[str, Any]]:
+    """Measure the growth of every call with one quantity; print and return a row for each."""
     found = sizes_of(grown)
     times = in_turns({(name, size): call for name, points in found.items() for size, call in points}, rounds)
     rows = []
@@ -128,7 +131,7 @@ def measure(grown: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = command_line(__doc__, rounds=4, least=2)  # an interval
+    parser = command_line(__doc__, rounds=4, least=2)  # the fewest rounds that have an interval
     parser.add_argument("--only", nargs="+", choices=list(GROWN), default=list(GROWN))
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -3,10 +3,10 @@
     python benchmarks/experts.py                             # a small layer; CPU time on a CPU, events on a GPU
     python benchmarks/experts.py --layer qwen3-30b-a3b --tokens 8192 --dtype bfloat16     # one layer, on a GPU
 
-One experts layer, forward, and forward with backward. Implementations take turns within a round, so that what else
-the machine does falls on all of them alike; a figure is the median over rounds of the ratio within a round, with
-its quartiles. Also printed: the floor, the time of the two matrix products alone, one call per expert, with no
-permutation.
+Timed are the forward, and forward with backward, of one experts layer. Implementations take turns within a round, so
+that other load of the machine falls on all of them alike; a printed ratio is the median over rounds of the ratio within
+a round, with its quartiles. Also printed: the floor, the time of the two matrix products alone, one call per expert,
+with no permutation.
 
 First each implementation is compared with eager (relative difference of the output and of every gradient) and run
 twice on the same input: "same bits" says whether the two results are identical. `megablocks` joins on a CUDA device
@@ -36,7 +36,7 @@ IMPLEMENTATIONS = ["eager", "grouped_mm", "megablocks_reference", "sorted_mm"]
 
 
 class Problem:
-    """One layer with its inputs; the routing is random and uneven, as a softmax of normal logits gives it."""
+    """One experts layer with its inputs; the routing is random and uneven, from a softmax of normal logits."""
 
     def __init__(self, layer: str, tokens: int, dtype: torch.dtype, device: str) -> None:
         hidden, width, num_experts, k = LAYERS[layer]
@@ -68,12 +68,13 @@ class Problem:
         ]
 
     def floor(self) -> None:
-        """The two products of the forward pass on rows already sorted."""
+        """Compute only the two matrix products of the forward, on rows that are already sorted by expert."""
         for x, up, down in zip(self.sorted, self.experts.gate_up_proj, self.experts.down_proj, strict=True):
             (x @ up.detach().T)[:, : down.shape[1]] @ down.detach().T
 
 
 def gpu_seconds(function: Callable[[], object]) -> float:
+    """Return the seconds between two CUDA events around a call."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     function()
@@ -83,6 +84,7 @@ def gpu_seconds(function: Callable[[], object]) -> float:
 
 
 def compare(what: str, candidates: dict[str, Callable[[], object]], rounds: int, device: str) -> list[dict[str, Any]]:
+    """Time all candidates in turns, print their ratios to `grouped_mm`, and return a row for each other one."""
     times = in_turns(candidates, rounds, cpu_seconds if device == "cpu" else gpu_seconds)
     floor = statistics.median(times["floor"]) if "floor" in times else None
     rows = []
@@ -96,10 +98,12 @@ def compare(what: str, candidates: dict[str, Callable[[], object]], rounds: int,
 
 
 def relative(a: Tensor, b: Tensor) -> float:
+    """Return the norm of a - b, divided by the norm of b."""
     return ((a.float() - b.float()).norm() / b.float().norm()).item()
 
 
 def check(problem: Problem, implementations: list[str]) -> None:
+    """Print how far each implementation is from eager, and whether two equal calls give the same bits."""
     names = ["output", "hidden states", "routing weights", *dict(problem.experts.named_parameters())]
     expected = problem.forward_backward("eager")
     for implementation in implementations:

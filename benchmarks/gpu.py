@@ -1,10 +1,10 @@
-"""Everything that waits for a GPU, in one command of under thirty minutes; writes docs/gpu.md.
+"""All tests and measurements that need a GPU, in one command of under thirty minutes; writes docs/gpu.md.
 
     make gpu                                  # on a machine with a GPU and its torch
     python benchmarks/gpu.py [--output FOLDER] [--only tests overhead ...]
 
-Each part runs in a process of its own. One that fails or takes too long is said on the page, and the others go on;
-exit status 1 then. Without a GPU nothing is written.
+Each part runs in a process of its own. If a part fails or takes too long, the page says so, the other parts are run all
+the same, and the exit status is 1. Without a GPU nothing is written.
 """
 
 import argparse
@@ -21,7 +21,7 @@ synchronised calls; a ratio is the median over rounds in which both sides took t
 
 
 def parts(megablocks: bool) -> list[Part]:
-    """What is run, with the seconds that each may take: 28 minutes in all."""
+    """Return the parts of the page in order; their time limits are 28 minutes in all."""
     experts = "benchmarks/experts.py --layer qwen3-30b-a3b --dtype bfloat16 --rounds 15 --tokens"
     runs = "benchmarks/gpu_runs.py {what} --folder {{folder}} --steps"
     return [

@@ -3,9 +3,9 @@
     python benchmarks/gpu_runs.py fsdp2 --folder FOLDER     # NCCL; --device cpu: gloo
     python benchmarks/gpu_runs.py study --folder FOLDER
 
-`fsdp2` makes the first steps of one run twice, in one process and under torchrun with distributed.strategy fsdp2 over
+`fsdp2` makes the first steps of one run twice, in one process and under torchrun with `distributed.strategy: fsdp2` on
 one rank, and compares every loss; the cold start of both is made before, by a run of one step that is not counted.
-`study` runs experiments/quick.yaml, all arms.
+`study` runs all arms of experiments/quick.yaml.
 """
 
 import json
@@ -22,7 +22,7 @@ QUICK = Path(__file__).resolve().parents[1] / "experiments" / "quick.yaml"
 
 
 def moe_rl(*words: object, torchrun: bool = False) -> float:
-    """Run the command line; wall seconds. Its output is ours."""
+    """Run `moe-rl WORDS`, whose output goes to this process's output; return its wall-clock seconds."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"] if torchrun else []
     began = time.perf_counter()
     subprocess.run([sys.executable, *launch, "-m", "moe_rl", *map(str, words)], check=True)
@@ -30,11 +30,13 @@ def moe_rl(*words: object, torchrun: bool = False) -> float:
 
 
 def losses(folder: Path) -> list[float]:
+    """Return the loss of every update of a run folder."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines if line["kind"] == "update"]
 
 
 def fsdp2(folder: Path, device: str, steps: int, more: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return a row that compares a run under fsdp2 on one rank with the same run in one process."""
     same = [*more, "--arm", "grpo", "--model.device", device, "--cold-starts", folder / "cold_starts"]
     moe_rl("run", QUICK, *same, "--optim.steps", 1, "--output", folder / "before")
     same += ["--optim.steps", steps]
@@ -52,6 +54,7 @@ def fsdp2(folder: Path, device: str, steps: int, more: Sequence[str] = ()) -> li
 
 
 def study(folder: Path, device: str, steps: int, more: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return a row with the time of experiments/quick.yaml and the last held-out reward of every arm."""
     from moe_rl.study import load
 
     where = ["--output", folder / "quick", "--cold-starts", folder / "cold_starts"]

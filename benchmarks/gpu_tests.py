@@ -1,4 +1,4 @@
-"""Run the tests that are marked `gpu` and say what became of each, as rows for docs/gpu.md.
+"""Outcome of every test that is marked `gpu`, as rows for docs/gpu.md.
 
 python benchmarks/gpu_tests.py
 """
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def outcomes(report: str) -> list[dict[str, Any]]:
-    """A row for each test of pytest's JUnit report: passed, or failed or skipped and why."""
+    """Return a row for each test in pytest's JUnit report, whose note is `passed` or why it failed or was skipped."""
     rows = []
     for case in ElementTree.fromstring(report).iter("testcase"):
         said = [f"{child.tag}: {child.get('message', '')}" for child in case if not child.tag.startswith("system")]

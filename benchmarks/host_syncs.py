@@ -1,4 +1,4 @@
-"""How often the host waits for the GPU: recording, replaying and counting changes against the plain model.
+"""Number of times that the host waits for the GPU: recording, replaying and counting changes against the plain model.
 
     python benchmarks/host_syncs.py                # needs a CUDA device
     python benchmarks/host_syncs.py --device cpu   # runs the same calls and counts nothing: a CPU has no such waits
@@ -23,12 +23,12 @@ from moe_rl.routing import change_counts, record_routes, replay_routes
 from moe_rl.routing.experts import register_experts
 
 SAID = "called a synchronizing CUDA operation"
-"""What torch warns with."""
+"""Part of the warning that torch gives at each wait."""
 
 
 @contextmanager
 def waits(device: str) -> Iterator[Counter[str]]:
-    """Places in the code at which the host waited inside, with how often."""
+    """Context manager: on exit, fill the yielded counter with the places (file:line) where the host waited inside."""
     found: Counter[str] = Counter()
     cuda = device.startswith("cuda")
     with warnings.catch_warnings(record=True) as caught:
@@ -46,7 +46,7 @@ def waits(device: str) -> Iterator[Counter[str]]:
 
 
 def calls(device: str, experts: str, layers: int, tokens: int) -> dict[str, Callable[[], object]]:
-    """What is counted: by name, the plain model first."""
+    """Return the calls whose waits are counted, by name, the plain model first."""
     torch.manual_seed(0)
     register_experts()
     config = qwen3_moe(256, layers, experts=32, k=4, width=128, vocab=1024)

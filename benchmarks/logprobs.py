@@ -1,21 +1,22 @@
 """Peak memory and CPU time of token log-probabilities: moe_rl against holding the logits.
 
     python benchmarks/logprobs.py                # the head alone at a real vocabulary: memory, then time
-    python benchmarks/logprobs.py --tiny         # the main study's model: what the machinery costs when V is 28
+    python benchmarks/logprobs.py --tiny         # the main study's model: what chunking costs when V is 28
 
-What must be paid at least, for N tokens, hidden size H, vocabulary V, forward and backward, in fp32:
+The least possible cost, for N tokens, hidden size H, vocabulary V, chunks of C tokens, forward and backward, in fp32:
 
     holding the logits   6 N V H operations (three products) and, at its peak, 4 N V bytes per copy of the logits held:
                          one for the logits and one for their gradient is the floor, 8 N V
-    in chunks            8 N V H operations (the logits once more), so at least 1.33 times the products' time, and
+    in chunks            8 N V H operations (the logits twice), so at least 1.33 times the products' time, and
                          one or two chunks of logits, 4-8 C V bytes
     either way           4 V H bytes: the weight's gradient
 
 In bfloat16, moe_rl also sums the weight's gradient over chunks in fp32 (4 V H bytes); selective_log_softmax stays in
 bfloat16 throughout, and so do the log-probabilities that it returns.
 
-Memory is counted twice: every allocation torch makes (its profiler), and the growth of the process's resident
-peak in a process of its own. Time is CPU time, the methods taking turns, as a ratio to `log_softmax + gather`.
+Memory is measured in two ways: by torch's profiler, which sees every allocation of torch, and as the growth of the
+resident memory's peak in a process of its own. Time is CPU time as a ratio to `log_softmax + gather`; the methods take
+turns.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from moe_rl.measure.head import head_logps
 from moe_rl.measure.logprobs import token_logps
 
 MIB = 2**20
-SEQUENCES = 8  # that the tokens come in; TRL's function goes through them one at a time
+SEQUENCES = 8  # number of sequences in the batch; TRL's function goes through them one at a time
 Method = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -44,8 +45,11 @@ def log_softmax_gather(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tenso
 
 
 def selective_log_softmax(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """TRL's, from the installed package or, without one, the same steps: the chosen logit less the row's logsumexp,
-    one sequence at a time, in fp32 and float64; a log_softmax per sequence in lower precision."""
+    """Return log-probabilities by TRL's function, or by the same steps if TRL is not installed.
+
+    The steps: in fp32 and float64 the chosen logit minus the row's logsumexp, one sequence at a time; in lower
+    precision a log_softmax per sequence.
+    """
     logits = F.linear(hidden, weight).unflatten(0, (SEQUENCES, -1))
     index = targets.unflatten(0, (SEQUENCES, -1))
     try:
@@ -76,6 +80,7 @@ METHODS: dict[str, Method] = {
 
 
 def problem(N: int, H: int, V: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return random hidden states [N, H], head weights [V, H], targets [N], and factors of the loss [N]."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, H, generator=generator).to(dtype).requires_grad_()
     weight = (torch.randn(V, H, generator=generator) / H**0.5).to(dtype).requires_grad_()
@@ -83,29 +88,33 @@ def problem(N: int, H: int, V: int, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 
 
 def step(method: Method, hidden: Tensor, weight: Tensor, targets: Tensor, direction: Tensor) -> None:
+    """Make one forward and backward of a method."""
     hidden.grad = weight.grad = None
     (method(hidden, weight, targets) * direction).sum().backward()
 
 
 def resident_growth(run: Callable[[], None]) -> int:
-    """How far the process's resident memory rose above its level, in bytes, from Linux. (getrusage cannot start
-    anew, and counts the process that started this one.)"""
+    """Return how many bytes the peak of resident memory during `run` was above the level before, as Linux reports it.
+
+    getrusage does not serve: its peak cannot be reset, and includes the process that started this one.
+    """
     with open("/proc/self/clear_refs", "w") as reset:
-        reset.write("5")  # the peak starts again from the present
+        reset.write("5")  # sets the peak to the present level
     before = resident_peak()
     run()
     return resident_peak() - before
 
 
 def resident_peak() -> int:
+    """Return the peak of this process's resident memory since its last reset, in bytes."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
 
 
 def measure_memory(name: str, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Print resident and allocated bytes. Runs in a process of its own: a peak cannot be taken back."""
+    """Print the resident and allocated bytes of one method's step; for a process that measures nothing else."""
     torch.set_num_threads(1)
-    step(METHODS[name], *problem(8, 8, 16, dtype))  # load what torch loads when first used
+    step(METHODS[name], *problem(8, 8, 16, dtype))  # so that torch loads what it loads at its first use
     inputs = problem(*sizes, dtype)
     resident = resident_growth(lambda: step(METHODS[name], *inputs))
     inputs = problem(*sizes, dtype)  # without the first step's gradients
@@ -113,6 +122,7 @@ def measure_memory(name: str, sizes: tuple[int, int, int], dtype: torch.dtype) -
 
 
 def memory_of(name: str, sizes: tuple[int, int, int], dtype: str) -> tuple[int, int]:
+    """Return the resident and allocated bytes of a method's step, measured in a process of its own."""
     command = [sys.executable, __file__, "--measure", name, "--dtype", dtype]
     command += ["--tokens", str(sizes[0]), "--hidden", str(sizes[1]), "--vocabulary", str(sizes[2])]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -124,18 +134,20 @@ def memory_of(name: str, sizes: tuple[int, int, int], dtype: str) -> tuple[int, 
 
 
 def compared(what: str, runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str, Any]]:
-    """A row of CPU time beside the first run's, for each."""
+    """Return a row for each run: its CPU time, compared with that of the first run."""
     seconds = in_turns(runs, rounds)
     first = next(iter(runs))
     return {name: row("logprobs", f"{what}: {name}", own, first, seconds[first]) for name, own in seconds.items()}
 
 
 def summary(one: dict[str, Any]) -> str:
+    """Return a row's ratio and its quartiles as text."""
     low, high = one["spread"]
     return f"{one['ratio']:5.2f}  [{low:.2f}, {high:.2f}]"
 
 
 def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> list[dict[str, Any]]:
+    """Compare memory and time of all methods on the head alone; print them, and return the rows but the first."""
     N, H, V = sizes
     bytes_per = torch.finfo(getattr(torch, dtype)).bits // 8
     print(f"N = {N} tokens, H = {H}, V = {V:,}, {dtype}; forward and backward")
@@ -162,7 +174,7 @@ def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> list[
 
 
 def compare_tiny(rounds: int) -> list[dict[str, Any]]:
-    """The main study's policy, one minibatch: what is paid where there is nothing to save."""
+    """Compare times on one minibatch of the main study's policy, whose small vocabulary leaves nothing to save."""
     from transformers import Qwen3MoeForCausalLM
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The models that benchmarks build: Qwen3-MoE of any size, with four heads over two of keys."""
+"""Models of the benchmarks: Qwen3-MoE of any size, with four attention heads and by default two key-value heads."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from moe_rl.routing.experts import register_experts
 def qwen3_moe(
     hidden: int, layers: int, experts: int, k: int, width: int, vocab: int = 512, **more: Any
 ) -> Qwen3MoeConfig:
-    """Layers of `hidden` units, each with `k` of `experts` experts of `width` inner units."""
+    """Return the configuration of a model: layers of `hidden` units, top k of `experts`, each of `width` units."""
     defaults: dict[str, Any] = {"intermediate_size": 2 * hidden, "head_dim": hidden // 4, "num_key_value_heads": 2}
     return Qwen3MoeConfig(
         vocab_size=vocab,
@@ -27,9 +27,11 @@ def qwen3_moe(
 
 
 def policy(alphabet: str, *sizes: int, ends: bool, implementation: str | None = None) -> tuple[Any, Any]:
-    """A model of random weights over the characters of `alphabet`, of these `sizes` of `qwen3_moe`, and its tokenizer.
+    """Return a model of random weights over the characters of `alphabet`, and its tokenizer.
 
-    ends: whether an end token may end a response; else neither knows one. implementation: of the experts.
+    sizes: the first arguments of `qwen3_moe`.
+    ends: whether an end token may end a response; if not, neither model nor tokenizer has one.
+    implementation: the experts implementation; None: the model's default.
     """
     register_experts()
     tokenizer = char_tokenizer(alphabet)

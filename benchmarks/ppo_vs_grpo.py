@@ -1,18 +1,18 @@
-"""What GRPO saves by having no value model: CPU time, parameters, optimizer state, peak memory.
+"""Savings of GRPO, which has no value model, against PPO: CPU time, parameters, optimizer state, peak memory.
 
     python benchmarks/ppo_vs_grpo.py                # the main study's model and batch
     python benchmarks/ppo_vs_grpo.py --rounds 9 --hidden 96
 
-Same policy, same responses, same objective (PPO's clip); only where advantages come from differs: the group's mean
+Policy, responses and objective (PPO's clip) are the same; only the source of the advantages differs: the group's mean
 (grpo), a value model as large as the policy's backbone (ppo), a linear map of the policy's hidden states (ppo_head).
 
-What must be paid at least: `ppo` trains a second backbone, so without activations its weights, gradients and AdamW
-moments are 16 bytes a parameter in fp32 once more. Its scoring has one forward more and its updates one forward and
-backward more, hence at most twice the time of both; sampling costs the same.
+The least extra cost of a value model: `ppo` trains a second backbone, so its weights, gradients and AdamW moments take
+another 16 bytes a parameter in fp32, activations not counted. Scoring has one forward more, and an update one forward
+and backward more, so both take at most twice the time; sampling costs the same.
 
-Time is CPU time of scoring, advantages and updates without probes, the methods taking turns on one thread, as a ratio
-to grpo (median and spread over rounds); sampling is counted apart. Peak memory is of torch's own allocations (its
-profiler), the most held at once above what was held before a step.
+Time is CPU time of scoring, advantages and updates without probes, as a ratio to grpo (median and spread over rounds);
+the methods take turns on one thread, and sampling is measured separately. Peak memory is the most that torch held at
+once during a step (by its profiler), above what it held before.
 """
 
 import random
@@ -44,7 +44,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def step(state: State, rollout: Rollout) -> None:
-    """A training step without its sampling: scoring, advantages, updates."""
+    """Make a training step without its sampling: scoring, advantages, updates."""
     config = state.config
     scores = score_rollout(
         rollout, state.policy, state.ranks, temperature=config.rollout.temperature, scorers=state.scorers
@@ -72,7 +72,7 @@ def main() -> None:
         began = time.process_time()
         rollout = responses(sampler, random.Random(0), sampler.generator("sample"))
         sampling = time.process_time() - began
-        # A random policy's answers are all wrong; rewards by coin give all methods something to learn.
+        # A random policy's answers are all wrong: with random rewards all methods have something to learn.
         coin = torch.rand(len(rollout), generator=torch.Generator().manual_seed(0)).round()
         rollout = replace(rollout, rewards=coin)
         steps = {name: partial(step, state, rollout) for name, state in states.items()}

@@ -1,12 +1,12 @@
-"""Bytes of routes per token: in memory, on the wire, on disk; and how fast route tables are written and read.
+"""Bytes of routes per token in memory, on the wire and on disk, and speed of writing and reading route tables.
 
-    python benchmarks/route_storage.py                   # measures
-    python benchmarks/route_storage.py --tokens 4096 32768 --write     # and writes the table of docs/scaling.md
+    python benchmarks/route_storage.py                   # measures and prints
+    python benchmarks/route_storage.py --tokens 4096 32768 --write     # also writes the table of docs/scaling.md
 
-Sizes in memory and on the wire are arithmetic; those on disk are of route tables (`moe_rl.training.route_tables`) of
-random routers: logits of a token's own, a bias for each expert and site, which makes some busier than others, and for
-the new policy noise that exchanges an expert in about a tenth of the rows. Speeds are bytes of the packed ids that are
-written or come back per second of CPU time of one thread.
+Sizes in memory and on the wire are computed from shapes. Sizes on disk are measured on route tables
+(`moe_rl.training.route_tables`) of random routers: logits drawn for each token, plus a bias for each expert and site,
+which makes some experts busier than others; the new policy has added noise that exchanges an expert in about a tenth of
+the rows. Speeds are bytes of packed ids that are written or read per second of CPU time of one thread.
 """
 
 import itertools
@@ -32,7 +32,10 @@ NOISE = 0.012
 
 @dataclass(frozen=True)
 class Shape:
-    """layers: with dense ones, of which some engines send rows of zeros; sites: those that route."""
+    """Routing shape of a model.
+
+    layers: all layers, including dense ones, for which some engines send rows of zeros. sites: the layers that route.
+    """
 
     name: str
     layers: int
@@ -41,14 +44,14 @@ class Shape:
     k: int = 8
 
 
-SEQUENCES = 4  # of a file
+SEQUENCES = 4  # in a file
 PART = {"read one of four sequences": lambda shape: SEQUENCES, "read one site": lambda shape: shape.sites}
-"""What gives back one part of so many."""
+"""Calls that read a part of a file -> the number of equal parts in a file."""
 SHAPES = (Shape("Qwen3-30B-A3B", 48, 48, 128), Shape("DeepSeek-V3", 61, 58, 256))
 
 
 def shipped(shape: Shape) -> dict[str, float]:
-    """Bytes per token of what carries or keeps routes, by what it is; from shapes alone."""
+    """Return the bytes per token of each format that carries or keeps routes, computed from shapes."""
     ids, packed = shape.sites * shape.k, packed_dtype(shape.experts).itemsize
     engine = shape.layers * shape.k * (1 if shape.experts <= 256 else 2)
     return {
@@ -64,6 +67,7 @@ def shipped(shape: Shape) -> dict[str, float]:
 
 
 def two_policies(shape: Shape, tokens: int) -> tuple[RoutedExperts, RoutedExperts]:
+    """Return random routes of an old policy, and of a new one whose scores have added noise."""
     g = torch.Generator().manual_seed(0)
     names = [f"model.layers.{index}.mlp.gate" for index in range(shape.layers - shape.sites, shape.layers)]
     scores = torch.randn(SEQUENCES, tokens // SEQUENCES, shape.sites, shape.experts, generator=g)
@@ -74,7 +78,7 @@ def two_policies(shape: Shape, tokens: int) -> tuple[RoutedExperts, RoutedExpert
 
 
 def measured(shape: Shape, tokens: int, rounds: int) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Sizes of the two files, bytes per token and shares; and seconds of each round."""
+    """Return the sizes of both files in bytes per token with the changed shares, and call -> seconds of each round."""
     old, new = two_policies(shape, tokens)
     counts = change_counts(old, new)
     with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +105,7 @@ def measured(shape: Shape, tokens: int, rounds: int) -> tuple[dict[str, float], 
 
 
 def table(found: dict[int, list[dict[str, float]]]) -> list[str]:
-    """The section of docs/scaling.md; `found`: by tokens of a file, sizes of each of SHAPES."""
+    """Return the lines of the table of docs/scaling.md. found: tokens of a file -> sizes for each of SHAPES."""
     lines = [f"| bytes per token | {' | '.join(s.name for s in SHAPES)} |", f"| --- |{' --- |' * len(SHAPES)}"]
     each = [shipped(shape) for shape in SHAPES]
 

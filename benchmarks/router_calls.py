@@ -2,10 +2,10 @@
 
     python benchmarks/router_calls.py [--tokens 1 64 512 4096] [--rounds 15]
 
-A call is everything that the model waits for from the router's question to the experts: the router's own work, the
-hooks around it, and those before the experts, which here give back what they are given. It is timed inside the forward
-of a Qwen3-MoE of random weights (hidden 256, 4 layers, top 8 of 128), one thread, CPU time, all variants in turn in
-each round. Two plain runs (A/A) go through the same arithmetic: their spread is what this machine can resolve.
+A call is the router's own work, the hooks around the router, and the experts' module with the hooks before it; the
+experts here return their input unchanged. Calls are timed inside the forward of a Qwen3-MoE of random weights (hidden
+256, 4 layers, top 8 of 128), in CPU time of one thread; in each round all variants take turns. Two plain runs (A/A) are
+compared in the same way: their spread is what this machine can resolve.
 """
 
 import random
@@ -24,12 +24,12 @@ from transformers import Qwen3MoeForCausalLM
 from moe_rl.routing import attach, record_routes, replay_routes
 
 LAYERS = 4
-LENGTH = 64  # of a row of tokens
+LENGTH = 64  # tokens in a row of the batch
 VARIANTS = ("plain", "plain again", "idle", "record", "replay")
 
 
 class Timed:
-    """Adds up the CPU time of the calls of routers and of experts, hooks included; `calls` are the routers'."""
+    """Sum of the CPU time of calls of routers and experts, hooks included; `calls` counts calls of routers."""
 
     def __init__(self, router: type[torch.nn.Module], experts: type[torch.nn.Module]) -> None:
         self.seconds, self.calls = 0.0, 0
@@ -47,26 +47,27 @@ class Timed:
                 self.seconds += 1e-9 * (time.thread_time_ns() - start)
                 self.calls += counted
 
-        kind.__call__ = call  # type: ignore[method-assign]  # where nn.Module looks
+        kind.__call__ = call  # type: ignore[method-assign]  # Python looks up __call__ on the class
 
     def take(self) -> float:
-        """Seconds per call since the last time."""
+        """Return the seconds per router call since the last `take`, and start again from zero."""
         found = self.seconds / max(1, self.calls)
         self.seconds, self.calls = 0.0, 0
         return found
 
 
 def small_model() -> Any:
+    """Return a Qwen3-MoE of random weights whose experts return their input unchanged."""
     config = qwen3_moe(256, LAYERS, experts=128, k=8, width=16, vocab=64, intermediate_size=32, head_dim=16)
     model = Qwen3MoeForCausalLM(config).eval()
-    for layer in model.model.layers:  # the arithmetic of experts is not measured
+    for layer in model.model.layers:  # so that the arithmetic of experts is not measured
         layer.mlp.experts.forward = lambda hidden, ids, weights: hidden
     return model
 
 
 @torch.no_grad()
 def measure(model: Any, timed: Timed, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds per call of each round, by variant."""
+    """Return variant -> seconds per router call in each round."""
     ids = torch.randint(0, 64, (max(1, tokens // LENGTH), min(tokens, LENGTH)))
 
     def forward() -> None:
@@ -92,7 +93,7 @@ def measure(model: Any, timed: Timed, tokens: int, rounds: int) -> dict[str, lis
 
 
 def main() -> None:
-    parser = command_line(__doc__, rounds=15, least=4)  # quartiles
+    parser = command_line(__doc__, rounds=15, least=4)  # the fewest that have quartiles
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 64, 512, 4096], help="tokens of a call")
     options = parser.parse_args()
     if odd := [n for n in options.tokens if n < 1 or (n > LENGTH and n % LENGTH)]:

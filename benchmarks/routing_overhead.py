@@ -1,13 +1,13 @@
-"""What recording and replaying cost: time as a ratio to the plain model, all variants interleaved in one run.
+"""Cost of recording and replaying: time as a ratio to the plain model, all variants interleaved in one run.
 
-    python benchmarks/routing_overhead.py                # CPU, three sizes; and the GPU part where there is one
+    python benchmarks/routing_overhead.py                # CPU, three sizes; and the GPU part if there is a GPU
     python benchmarks/routing_overhead.py --rounds 30    # narrower spread
 
-In every round each variant runs once, in random order, and is divided by the plain run of that round. Two plain runs
-(A/A) go through the same arithmetic: their spread is what this machine can resolve, and smaller differences are noise.
-A context is open before the clock starts, as for the many calls of a `generate`; "opened for it" counts opening and
-closing, too, as around every minibatch. CPU times are CPU seconds of this process with one thread; GPU times are wall
-clock around a synchronised call.
+In every round each variant runs once, in random order, and its time is divided by that of the plain run of the round.
+Two plain runs (A/A) are compared in the same way: their spread is what this machine can resolve, and smaller
+differences are noise. A context is opened before the clock starts, as for the many calls of a `generate`; the variants
+"opened for it" include opening and closing, as around every minibatch. CPU times are CPU seconds of this process with
+one thread; GPU times are wall clock around a synchronised call.
 
 The GPU part is a random model of the shape of Qwen3-30B-A3B in bfloat16 with as many of its 48 layers as fit; it
 prefills 8 x 1024 tokens, decodes one token for 64 sequences, and trains (forward+backward) on 4 x 1024.
@@ -52,11 +52,11 @@ QWEN3_30B_A3B = {
     "norm_topk_prob": True,
 }
 CACHE = cache_name(inspect.signature(Qwen3MoeForCausalLM.forward).parameters)
-BYTES_PER_LAYER = 2 * 623.1e6  # bfloat16
+BYTES_PER_LAYER = 2 * 623.1e6  # of Qwen3-30B-A3B in bfloat16
 
 
 def main() -> None:
-    arguments = command_line(__doc__, rounds=12, least=4)  # quartiles
+    arguments = command_line(__doc__, rounds=12, least=4)  # the fewest that have quartiles
     arguments.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES), help="CPU sizes")
     arguments.add_argument("--no-gpu", action="store_true", help="CPU part only")
     options = arguments.parse_args()
@@ -75,6 +75,7 @@ def main() -> None:
 
 
 def compare_size(name: str, rounds: int) -> list[dict[str, Any]]:
+    """Compare the variants on one of `SIZES` on the CPU; return rows."""
     hidden, layers, experts, k, batch, length = SIZES[name]
     config = qwen3_moe(hidden, layers, experts, k, width=hidden)
     model = Qwen3MoeForCausalLM(config).eval()
@@ -87,8 +88,9 @@ def compare_size(name: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def compare_gpu(rounds: int) -> list[dict[str, Any]]:
+    """Compare the variants on the GPU, with as many layers of Qwen3-30B-A3B's shape as fit; return rows."""
     free = torch.cuda.mem_get_info()[0]
-    layers = max(1, min(48, int((0.45 * free - 4e9) / BYTES_PER_LAYER)))  # gradients double it
+    layers = max(1, min(48, int((0.45 * free - 4e9) / BYTES_PER_LAYER)))  # gradients take as much again
     what = f"Qwen3-30B-A3B shape, bf16, {layers} of 48 layers"
     print(torch.cuda.get_device_name())
     return compare_shape(what, QWEN3_30B_A3B, layers, rounds, "cuda")
@@ -97,6 +99,7 @@ def compare_gpu(rounds: int) -> list[dict[str, Any]]:
 def compare_shape(
     what: str, shape: dict[str, Any], layers: int, rounds: int, device: str, length: int = 1024
 ) -> list[dict[str, Any]]:
+    """Compare the variants on a random bfloat16 model of this shape: prefill, decoding and training; return rows."""
     config = Qwen3MoeConfig(num_hidden_layers=layers, **shape)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -131,7 +134,7 @@ def train(model: Any, ids: torch.Tensor, **options: Any) -> None:
 
 
 def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
-    """Median and quartiles of time / plain time, by variant, as rows."""
+    """Time all variants of `run` in turns; print and return a row for each, with its ratio to the plain time."""
     with torch.no_grad(), record_routes(model) as recording:
         model(ids, use_cache=False, logits_to_keep=1)
     routes = recording.routes
@@ -171,7 +174,7 @@ def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, 
 
 @contextmanager
 def stopwatch(device: torch.device) -> Iterator[list[float]]:
-    """CPU seconds of this process, or on a GPU wall-clock seconds between two synchronisations."""
+    """Context manager: append to the yielded list the seconds inside: CPU time, or on a GPU synchronised wall clock."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     if device.type == "cuda":
         torch.cuda.synchronize()

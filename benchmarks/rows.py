@@ -1,10 +1,12 @@
-"""What every benchmark here writes with `--json FILE`: one JSON object a line, the same keys in all of them.
+"""Rows of results that every benchmark here writes with `--json FILE`, and functions for timing and options.
+
+A file has one JSON object a line, with the same keys in all files:
 
 - `benchmark`, `case`: the script, and what was measured
 - `us`: median microseconds of one call; CPU time unless `note` says otherwise
-- `limit_us`: what the same work cannot be quicker than, measured or computed beside it; null where none is known
-- `peer`, `peer_us`: what it is compared with, and the median microseconds of that
-- `ratio`, `spread`: median and [lower, upper] quartile of us / peer_us within a round; the extremes of few rounds
+- `limit_us`: a lower limit of the time for the same work, measured or computed; null if none is known
+- `peer`, `peer_us`: what the case is compared with, and the peer's median microseconds
+- `ratio`, `spread`: median and [lower, upper] quartile of us / peer_us within a round; extremes if rounds are few
 - `note`: sizes, units, what differs
 """
 
@@ -22,9 +24,12 @@ from moe_rl.files import write_atomic
 
 
 def command_line(doc: str | None, rounds: int | None = None, least: int = 1) -> argparse.ArgumentParser:
-    """The options of every benchmark: `--json`, and `--rounds` where it has some, of which its figures need `least`."""
+    """Return a parser with the options of every benchmark: `--json` and, unless `rounds` is None, `--rounds`.
 
-    def number(text: str) -> int:  # argparse says its name where it raises ValueError
+    rounds: the default number of rounds. least: the smallest number that is accepted.
+    """
+
+    def number(text: str) -> int:  # argparse puts this name into the message of a ValueError
         if int(text) < least:
             raise argparse.ArgumentTypeError(f"at least {least}, got {text}")
         return int(text)
@@ -37,14 +42,14 @@ def command_line(doc: str | None, rounds: int | None = None, least: int = 1) -> 
 
 
 def cpu_seconds(call: Callable[[], object]) -> float:
-    """CPU time of a call, of this process and all its threads."""
+    """Return the CPU seconds of a call, of this process with all its threads."""
     began = time.process_time()
     call()
     return time.process_time() - began
 
 
 def allocated_peak(run: Callable[[], object]) -> int:
-    """Largest number of bytes that torch held at once beyond what it held before."""
+    """Return the most bytes on the CPU that torch held at once during `run`, beyond what it held before."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
@@ -59,8 +64,10 @@ def in_turns(
     seconds: Callable[[Any], float] = cpu_seconds,
     shuffled: bool = False,
 ) -> dict[Any, list[float]]:
-    """Seconds of every call in each round, in which each is made once, after one round that warms up; in the order
-    given, or in another each round."""
+    """Make each call once per round, after one round of warm-up; return name -> seconds of each round.
+
+    seconds: measures one call. shuffled: whether each round has its own random order.
+    """
     found: dict[Any, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name in random.sample(list(calls), len(calls)) if shuffled else calls:
@@ -79,7 +86,7 @@ def row(
     limit: float | None = None,
     note: str = "",
 ) -> dict[str, Any]:
-    """One result: seconds of each round, those of the peer in the same rounds, and the limit in seconds."""
+    """Return one row of results from seconds of each round, the peer's in the same rounds, and a limit in seconds."""
     ratio = spread = None
     if peer_seconds:
         of_rounds = ratios(seconds, peer_seconds)
@@ -98,19 +105,21 @@ def row(
 
 
 def ratios(seconds: Sequence[float], peer_seconds: Sequence[float]) -> list[float]:
-    """Of each round."""
+    """Return seconds / peer seconds of each round."""
     return [a / b for a, b in zip(seconds, peer_seconds, strict=True)]
 
 
 def resolved(same: Sequence[float]) -> float:
-    """What ratios can tell from 1, by those of two equal sides: twice the standard error of their median, which is
-    1.2533 (IQR / 1.349) / sqrt(n)."""
+    """Return the smallest difference of a ratio from 1 that can be resolved, given the ratios of two equal sides.
+
+    It is twice the standard error of their median, which is 1.2533 (IQR / 1.349) / sqrt(n).
+    """
     low, high = quartiles(same)
     return 2 * 1.2533 * (high - low) / 1.349 / len(same) ** 0.5
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """[lower, upper] quartile; the extremes of fewer than four values."""
+    """Return [lower, upper] quartile, or [minimum, maximum] of fewer than four values."""
     if len(values) < 4:
         return [min(values), max(values)]
     low, _, high = statistics.quantiles(values, n=4)
@@ -118,6 +127,6 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 
 def write(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
-    """Write the file where one was asked for."""
+    """Write rows to a file, one JSON object a line; do nothing if `path` is None."""
     if path is not None:
         write_atomic(path, "".join(json.dumps(one) + "\n" for one in rows))

@@ -1,10 +1,11 @@
-"""Responses that share their prompt in updates, against rows of their own: CPU time, one thread.
+"""CPU time of updates in which responses share their prompt, against a row for each response; one thread.
 
     python benchmarks/shared_prompts.py
 
-The model and the work of `against_trl.py` (3.4 M parameters, `sorted_mm`, 8 prompts x 8 responses of up to 24 tokens,
-four updates), in one process that takes both sides in turns: forward and backward of one minibatch of 16 responses
-under replay, and a whole cycle without a scoring pass. Unequal lengths come of an end token.
+Model and work are those of `against_trl.py` (3.4 M parameters, `sorted_mm`, 8 prompts x 8 responses of up to 24 tokens,
+four updates), in one process in which both sides take turns. Measured are forward and backward of one minibatch of 16
+responses under replay, and a whole cycle without a scoring pass, with responses of one length and, by an end token, of
+unequal lengths.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ WARMUP = 3
 
 
 def in_turns(one: Callable[[int], Any], other: Callable[[int], Any], rounds: int) -> list[list[float]]:
-    """CPU seconds of each, the first of a pair another one each time; the first pairs are left out."""
+    """Return the CPU seconds of both calls, in pairs whose order alternates; the first `WARMUP` pairs are left out."""
     seconds: list[list[float]] = [[], []]
     for turn in range(WARMUP + rounds):
         for side in ((0, 1), (1, 0))[turn % 2]:
@@ -40,7 +41,7 @@ def in_turns(one: Callable[[int], Any], other: Callable[[int], Any], rounds: int
 
 
 def update(ragged: bool, rounds: int) -> tuple[list[list[float]], str]:
-    """Both sides of one minibatch, and how many places they compute."""
+    """Return the CPU seconds of both sides on one minibatch, and how many places each computes, as text."""
     model, tokenizer = model_of("sorted_mm", ragged)
     rng, task = seeded_random(0, "prompts"), Sums()
     problems = [task.problem(rng) for _ in range(PROMPTS // UPDATES)]
@@ -65,7 +66,7 @@ def update(ragged: bool, rounds: int) -> tuple[list[list[float]], str]:
 
 
 def cycle(ragged: bool, rounds: int) -> list[list[float]]:
-    """Both sides of a cycle; a learning rate that keeps the lengths as they are."""
+    """Return the CPU seconds of both sides of a cycle, with a learning rate too small to change the lengths."""
 
     def side(shared: bool) -> Callable[[int], None]:
         model, tokenizer = model_of("sorted_mm", ragged)

@@ -1,13 +1,13 @@
-"""CPU seconds of a training step of two checkouts, or of one with two settings, in turns.
+"""CPU seconds of a training step of two checkouts, or of one checkout with two settings, measured in turns.
 
     git worktree add --detach ../before HEAD~5
     python benchmarks/two_versions.py ../before .
     python benchmarks/two_versions.py . . --set-b rollout.scoring=decoding
 
 Both sides train the tiny policy (GRPO with R2, 256 sequences a step, probes every five steps) in a process of their
-own, one thread each. They take their steps in turns, so that neither runs while the other is measured, and the first of
-a pair changes from pair to pair. Printed: median seconds of each, median and quartiles of b / a over the pairs after
-the first two, and the ratio of the sums.
+own, one thread each. They take their steps in turns, so that neither runs while the other is measured, and the order
+within a pair of steps alternates. Printed: median seconds of each side, median and quartiles of b / a over the pairs
+after the first two, and the ratio of the sums.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     "probe": {"every": 5, "floor": False},
     "checkpoint_every": 10**6,
 }
-# Runs inside a checkout. A step ends with a line; the next begins when one is read.
+# Program of a side, run inside its checkout. It prints a line after each step, and goes on when it has read one.
 SIDE = """
 import json, sys, time
 from pathlib import Path
@@ -63,7 +63,7 @@ run_one(build(RunConfig, json.loads(sys.argv[2]), "settings"), folder / "run", f
 
 
 class Side:
-    """One process that trains, a step at a time."""
+    """One of the two sides: a process that trains one step at a time."""
 
     def __init__(self, checkout: Path, settings: dict[str, Any], folder: Path):
         folder.mkdir()
@@ -72,7 +72,7 @@ class Side:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", SIDE, str(folder), json.dumps(settings)],
                 env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-                cwd=checkout,  # `-c` imports from there first
+                cwd=checkout,  # `-c` imports from this folder first
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -80,7 +80,7 @@ class Side:
             )
 
     def step(self, first: bool = False) -> float:
-        """CPU seconds of the next step."""
+        """Let the process make its next step; return its CPU seconds. Raises SystemExit if the process failed."""
         assert self._process.stdin and self._process.stdout
         if not first:
             self._process.stdin.write("\n")
@@ -96,7 +96,7 @@ class Side:
 
 
 def changed(settings: dict[str, Any], changes: list[str]) -> dict[str, Any]:
-    """Settings with `key.key=value` applied."""
+    """Return a copy of `settings` with every change `key.key=value` applied."""
     settings = json.loads(json.dumps(settings))
     for change in changes:
         path, _, value = change.partition("=")

@@ -1,10 +1,10 @@
-"""GRPO with Routing Replay on a Mixture-of-Experts policy: the whole algorithm in one file, from public functions.
+"""GRPO with Routing Replay on a Mixture-of-Experts policy: the whole algorithm in one file, with public functions.
 
     python examples/grpo_replay.py                      # about three minutes on one core, cold start included
     python examples/grpo_replay.py --objective gspo --no-replay
 
-It makes the same weights, bit for bit, as `moe-rl run` with the same settings; a test holds that. The trainer adds what
-this file leaves out: measurements, checkpoints, other methods, several processes.
+This file makes the same weights, bit for bit, as `moe-rl run` with the same settings; a test checks that. The trainer
+adds what this file leaves out: measurements, checkpoints, other methods, several processes.
 """
 
 import argparse
@@ -25,7 +25,7 @@ METHODS = [
     for name, o in OBJECTIVES.items()
     if o.advantage == "group" and o.aggregate != "constant" and not (o.needs or o.corrections)
 ]
-"""What this loop makes; the others learn from more than the rewards of a group, or from other responses."""
+"""Objectives that this loop can train; the others need more than the rewards of a group, or other responses."""
 
 
 def train(
@@ -34,8 +34,8 @@ def train(
     task: Any,
     objective: str = "grpo",  # "gspo": ratio and clipping at the sequence level
     replay: bool = True,
-    scoring: bool = True,  # False: old log-probabilities and routes are those of decoding, which saves a pass
-    shared: bool = False,  # True: a forward computes a prompt once for all of its responses, and little padding
+    scoring: bool = True,  # False: old log-probabilities and routes are those of decoding, which saves a forward
+    shared: bool = False,  # True: a forward computes a prompt once for all of its responses, with little padding
     steps: int = 31,
     prompts: int = 32,
     group_size: int = 8,
@@ -64,7 +64,7 @@ def train(
         advantages = group_advantages(rewards, group_size, scale=OBJECTIVES[objective].advantage_scale)
         tokens = rollout.input_ids, rollout.attention_mask, rollout.completion_mask
 
-        # 2. Score them once: old log-probabilities and, in the same pass, the experts that the old policy chose.
+        # 2. Score the responses once: old log-probabilities and, in the same forward, the old policy's routed experts.
         old_logps, routes = rollout.logps, rollout.routes
         if scoring:
             policy.eval()
@@ -73,7 +73,7 @@ def train(
                 old_logps = token_logps(policy, *tokens, shared=layout).logps
             routes = layout.unpack(recording.routes) if layout else recording.routes
 
-        # 3. One update on each minibatch of whole groups. From the second on the weights are no longer the old ones.
+        # 3. Make one update per minibatch of whole groups. From the second on, the weights are no longer the old ones.
         groups = torch.randperm(prompts, generator=seeded_generator(seed, "order", step))
         order = groups[:, None] * group_size + torch.arange(group_size)
         for update, rows in enumerate(order.chunk(num_minibatches)):

@@ -1,4 +1,4 @@
-"""Shared test settings."""
+"""Settings of all tests: threads, signals, garbage collection, hypothesis, type checks."""
 
 import gc
 import importlib
@@ -10,21 +10,21 @@ import torch
 import typechecks
 
 collect_ignore_glob = [
-    "*/conftest.py",  # they hold no doctests, and two of one name end `pytest tests/a tests/b`
-    "*/fake_vllm/*",  # for processes of their own: imported here it would be the vLLM that TRL finds
+    "*/conftest.py",  # without doctests; two files of one name would end `pytest tests/a tests/b`
+    "*/fake_vllm/*",  # for other processes: imported here, TRL would take it for vLLM
 ]
 
-gc.disable()  # while all is imported and collected: what comes of it stays
+gc.disable()  # while modules are imported and tests collected, because these objects stay anyway
 typechecks.check_arrays_only()
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # What modules of the package import while their types are being hooked has a bytecode cache of its own, which a new
-    # environment does not have: ten CPU seconds for each process of the tests, unless it is imported before.
+    # Libraries that the package imports while jaxtyping's import hook is active get a separate bytecode cache, which a
+    # new environment lacks. That costs each test process ten CPU seconds, unless the libraries are imported before.
     for name in ("matplotlib.figure", "pandas", "scipy.stats", "transformers.modeling_utils"):
         importlib.import_module(name)
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # else one process ends alone with them
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # slow tests first
 
 
 def pytest_collection_finish():

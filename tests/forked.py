@@ -1,7 +1,8 @@
-"""Processes of tests, forked from a server that has imported torch and transformers once for all of them.
+"""Processes for tests, forked from a server that has imported torch and transformers once for all of them.
 
-A process that imports for itself takes ten CPU seconds before it does anything. Tests of how processes are started
-(test_worker.py, test_launch.py, one of test_cli.py) start theirs as the package does.
+A process that imports them itself takes ten CPU seconds before it does anything. Tests of how processes are started
+(test_worker.py, test_launch.py, one test in test_cli.py) do not use this module: they start processes as the package
+does.
 """
 
 import multiprocessing
@@ -23,8 +24,10 @@ FORKS: Any = multiprocessing.get_context("forkserver")
 
 
 def run_two(function: Callable[..., None], *args: Any) -> None:
-    """`function(rank, port, *args)` in each of two processes of gloo; a free port is theirs to meet at. Raises what
-    either raises."""
+    """Call `function(rank, port, *args)` in each of two processes, for gloo to meet at the free port `port`.
+
+    Raises an exception of torch.multiprocessing if one of the processes raises.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -32,7 +35,7 @@ def run_two(function: Callable[..., None], *args: Any) -> None:
 
 
 def start(words: Sequence[object], log: Path, environ: Mapping[str, str] | None = None) -> BaseProcess:
-    """`moe-rl WORDS` in this folder; what it prints is added to `log`."""
+    """Start `moe-rl WORDS` in the current folder; its output is appended to `log`."""
     arguments = [str(word) for word in words], str(log), dict(os.environ if environ is None else environ)
     process: BaseProcess = FORKS.Process(target=_command, args=arguments)
     process.start()
@@ -40,7 +43,7 @@ def start(words: Sequence[object], log: Path, environ: Mapping[str, str] | None 
 
 
 def moe_rl(*words: object, environ: Mapping[str, str] | None = None) -> CompletedProcess[str]:
-    """`moe-rl WORDS` in this folder, when it has ended; what it prints, errors too, is its stdout."""
+    """Run `moe-rl WORDS` in the current folder to its end; its output, errors included, is the result's stdout."""
     with tempfile.NamedTemporaryFile() as log:
         process = start(words, Path(log.name), environ)
         process.join()
@@ -48,7 +51,7 @@ def moe_rl(*words: object, environ: Mapping[str, str] | None = None) -> Complete
 
 
 def print_to(log: Path) -> None:
-    """What this process prints is added to `log`."""
+    """Append this process's output and errors to `log` from now on."""
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -62,8 +65,10 @@ def _command(arguments: list[str], log: str, environ: dict[str, str]) -> None:
 
 
 class Worker:
-    """In the place of `moe_rl.study.worker.Worker`, of the kernels that this process has: starts runs from the server
-    that there is."""
+    """Stand-in for `moe_rl.study.worker.Worker` that forks runs from this module's server.
+
+    Its runs have the kernels of this process, so `rounding` must be `native`.
+    """
 
     def __init__(self, rounding: str, log: Path):
         assert rounding == "native", f"{rounding}: the server has loaded torch"

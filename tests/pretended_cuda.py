@@ -1,12 +1,14 @@
-"""A GPU that is not there: tensors on the CPU that say they are on cuda:0, and refuse what torch refuses of those.
+"""A pretended GPU: tensors on the CPU that claim to be on cuda:0, and raise where torch raises for such tensors.
 
-Inside `pretended_cuda()` accelerate's device is cuda:0, and what is moved there, made there, or computed from such
-tensors (gradients, too) is `OnCuda`. An operation that torch refuses since its tensors are on two devices raises.
+Inside `pretended_cuda()` accelerate's device is cuda:0. Tensors that are moved to cuda:0, made there, or computed from
+such tensors (gradients, too) are `OnCuda`. An operation raises if torch refuses it because its tensors are on two
+devices.
 
-What it cannot show: what a kernel does, or whether there is one; when the host waits; memory. It is more lenient than
-torch in a few places: a `*_like` or `new_*` of a tensor on cuda:0 stays there whatever `device` says, as does what is
-made without a device inside a call of torch (a checkpointed forward in a backward is one); any operation but the
-named ones takes tensors without dimensions from the CPU.
+The pretended GPU cannot show what a kernel does or whether it exists, when the host waits, or memory. It is more
+lenient than torch in a few places: the result of `*_like` or `new_*` of a tensor on cuda:0 stays there whatever
+`device` says; so does a tensor made without a device inside a call of torch that was given tensors on cuda:0 (a
+backward with a checkpointed forward is one); any operation but those that `check` names takes CPU tensors without
+dimensions.
 """
 
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class OnCuda(Tensor):
-    """A tensor that says it is on cuda:0. For torch's own code it is one on the CPU."""
+    """A tensor that claims to be on cuda:0; for torch's own code it is on the CPU."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device, is_cuda, is_cpu = property(lambda self: CUDA), property(lambda self: True), property(lambda self: False)
@@ -39,16 +41,16 @@ class OnCuda(Tensor):
 
 
 def put(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor itself, said to be there from now on."""
+    """Make a tensor claim to be on `device` from now on, in place, and return it."""
     parameter = isinstance(tensor, nn.Parameter)
     tensor.__class__ = OnCuda if device.type == "cuda" else nn.Parameter if parameter else Tensor
     if parameter:
-        tensor._is_param = True  # by which torch knows one of another class
+        tensor._is_param = True  # torch recognises parameters of another class by it
     return tensor
 
 
 class Move(torch.autograd.Function):
-    """A copy on another device, whose gradient comes back."""
+    """Differentiable copy of a tensor to another device; the gradient is copied back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, device: torch.device) -> Tensor:
@@ -61,7 +63,7 @@ class Move(torch.autograd.Function):
 
 
 def tensors(*of: Any) -> Iterator[Tensor]:
-    """Those of arguments or results."""
+    """Yield the tensors among arguments or results, nested lists, tuples and dicts included."""
     for part in of:
         if isinstance(part, Tensor):
             yield part
@@ -70,7 +72,8 @@ def tensors(*of: Any) -> Iterator[Tensor]:
 
 
 def on_cuda(*of: Any) -> bool:
-    for part in of:  # asked of every call, so without a generator
+    """Return whether a tensor among arguments or results, nested ones included, is `OnCuda`."""
+    for part in of:  # runs at every call, so without the generator `tensors`
         if type(part) is OnCuda:
             return True
         if isinstance(part, list | tuple | dict) and on_cuda(*(part.values() if isinstance(part, dict) else part)):
@@ -79,29 +82,30 @@ def on_cuda(*of: Any) -> bool:
 
 
 def as_cpu(device: Any) -> Any:
+    """Return the CPU if `device` names a CUDA device, else `device` itself."""
     return CPU if isinstance(device, str | torch.device) and torch.device(device).type == "cuda" else device
 
 
 def check(name: str, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raises what torch raises if this operation, some of whose tensors are on cuda:0, has others that may not be."""
+    """Raise RuntimeError as torch does if an operation on cuda:0 has CPU tensors or a generator that it refuses."""
     generator = kwargs.get("generator")
     if generator is not None and generator.device.type == "cpu":
         raise RuntimeError(f"{name}: Expected a 'cuda' device type for generator but found 'cpu'")
     if name == "copy_":
         return
     if name.strip("_").startswith("index_put") or name == "index":
-        args = (args[0], None, *args[2:]) if on_cuda(args[0]) else args  # whose indices may be on the CPU
+        args = (args[0], None, *args[2:]) if on_cuda(args[0]) else args  # indices may be on the CPU
     others = [tensor for tensor in tensors(args, kwargs) if not isinstance(tensor, OnCuda)]
-    strict = name == "stack" or name.startswith("_fused")  # a fused optimizer's kernel reads its steps
+    strict = name == "stack" or name.startswith("_fused")  # a fused optimizer's kernel reads step counts
     if any(strict or tensor.ndim for tensor in others):
         raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found cuda:0 and cpu")
 
 
 class Kernels(TorchDispatchMode):
-    """What every operation, also of a backward, takes and makes."""
+    """Mode that checks the tensors of every operation, those of a backward included, and puts its results on cuda:0."""
 
     inside = False
-    """Whether a call of torch that was given tensors on cuda:0 is under way: what it makes is there."""
+    """Whether a call of torch that was given tensors on cuda:0 is under way: tensors that it makes are on cuda:0."""
 
     def __init__(self, float64: bool):
         super().__init__()
@@ -112,7 +116,7 @@ class Kernels(TorchDispatchMode):
         name, asked = func.overloadpacket.__name__, as_cpu(kwargs.get("device")) is not kwargs.get("device")
         if there := on_cuda(*given):
             check(name, args, kwargs)
-        if name == "histc" and not given[0].is_floating_point():  # which the CPU has no kernel for
+        if name == "histc" and not given[0].is_floating_point():  # the CPU has no kernel for integers
             out = func(given[0].float(), *args[1:], **kwargs).to(given[0].dtype)
         else:
             out = func(*args, **{**kwargs, "device": CPU} if asked else kwargs)
@@ -126,7 +130,7 @@ class Kernels(TorchDispatchMode):
 
 
 class Calls(TorchFunctionMode):
-    """What the calls of torch's functions say of devices."""
+    """Mode that handles devices in calls of torch's functions: moves, `device` arguments, and what is made inside."""
 
     def __init__(self, kernels: Kernels):
         super().__init__()
@@ -156,8 +160,10 @@ class Calls(TorchFunctionMode):
 
 @contextmanager
 def pretended_cuda(float64: bool = True) -> Iterator[None]:
-    """Inside, there is one GPU as far as devices go; `torch.cuda.is_available()` says what it said before. float64:
-    whether it has that, which Apple's (mps) has not."""
+    """Context manager: inside, there is one GPU as far as devices go; `torch.cuda.is_available()` is unchanged.
+
+    float64: whether the GPU has this dtype; False for one like Apple's (mps), which does not.
+    """
     answers: dict[str, Any] = {
         "_lazy_init": None,
         "device_count": 1,

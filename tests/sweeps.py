@@ -1,6 +1,7 @@
-"""Sweeps: one test for every family, study or setting of a kind.
+"""Sweeps: tests that are repeated for every model family, study or setting of a kind.
 
-`make test` runs it for a few that differ most from each other, `make test-all` for all (marker `sweep`).
+`make test` runs such a test for the few values that differ most from each other, `make test-all` for all values: the
+others have the marker `sweep`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,14 +28,14 @@ FAMILIES = (
     "Qwen3MoeForCausalLM",
     "ZayaForCausalLM",
 )
-"""One of each kind of router and of layer."""
+"""Model classes: one for each kind of router and of layer."""
 
 
 def mostly_swept(values: Iterable[Any], few: Sequence[Any]) -> list[Any]:
-    """`values` as parameters of a test; those that are not among `few` are of the sweep."""
+    """Return `values` as parameters of a test; those that are not among `few` get the marker `sweep`."""
     return [value if value in few else pytest.param(value, marks=pytest.mark.sweep) for value in values]
 
 
 def sweep(*values: Any) -> Any:
-    """A parameter set that is of the sweep."""
+    """Return a parameter set with the marker `sweep`."""
     return pytest.param(*values, marks=pytest.mark.sweep)

@@ -31,13 +31,13 @@ ROW = {
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """A script of benchmarks/ as a module."""
+    """Return a function that imports a script of benchmarks/ by name, as a module."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module
 
 
 def command(tmp_path, program):
-    """A part's command that runs `program`, whose last argument is the file for its rows."""
+    """Write `program` to a file; return the command of a part that runs it, with the file of rows as last argument."""
     path = tmp_path / f"p{len(list(tmp_path.iterdir()))}.py"
     path.write_text(program)
     return str(path)

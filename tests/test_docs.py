@@ -17,7 +17,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("expe
 
 
 def prose(page):
-    """Numbered lines outside code blocks."""
+    """Yield the number and text of each line of a page outside code blocks."""
     inside = True
     for number, line in enumerate(page.read_text().splitlines(), start=1):
         if line.startswith("```"):
@@ -27,7 +27,7 @@ def prose(page):
 
 
 def anchors(page):
-    """Of the headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = (re.match(r"#+ (.*)", line) for _, line in prose(page))
     plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading[1]) for heading in headings if heading)
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in plain}

@@ -89,7 +89,7 @@ class Mine(JsonLines):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A copy of the package with every diff of the page applied."""
+    """Return a folder with a copy of the package to which every diff of the page is applied."""
     folder = tmp_path_factory.mktemp("extended")
     shutil.copytree(ROOT / "moe_rl", folder / "moe_rl", ignore=shutil.ignore_patterns("__pycache__"))
     for name, diff in DIFFS.items():
@@ -118,7 +118,7 @@ def test_what_the_diffs_add_works(copy):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A folder with the files of the page, where a run is begun."""
+    """Return a folder with the files of the page, which is also made the current folder."""
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")

@@ -31,13 +31,13 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel):
-    """The `bin` of an environment with the wheel, which sees the dependencies that are here but not the checkout."""
+    """Return the `bin` of an environment with the wheel and the dependencies of this one, but not the checkout."""
     home = wheel.parent / "venv"
     venv.create(home, symlinks=True)
     python = home / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, cwd=home)
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=home).strip())
-    # Lines of a .pth file are followed once: the .pth of the checkout, if it is installed here, is not.
+    # A .pth file in a folder that a .pth file adds is not read, so an installed checkout is not found.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return home / "bin"
 

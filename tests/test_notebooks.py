@@ -51,7 +51,7 @@ def test_notebook_runs(path, tmp_path):
 
 
 def run_cells(path, log):
-    """Ends at the first cell that fails; what all print goes to `log`."""
+    """Run a notebook's code cells in this process, up to the first that fails; their output goes to `log`."""
     forked.print_to(log)
     os.chdir(path.parent)
     sys.path[:] = [path for path in sys.path if Path(path).name != "fake_vllm"]  # other tests' stand-in is not TRL's

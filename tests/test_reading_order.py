@@ -30,7 +30,7 @@ CONFIG = RunConfig(
 
 
 def batch(state):
-    """One step: sample, score, two replayed updates, a probe after each."""
+    """Make one RL step: sample, score, two replayed updates, a probe after each."""
     scored = collect_batch(state)
     probe = start_probe(state, scored)
     for update, rows in enumerate(minibatches(len(scored), 2, 4, state.generator("order")), start=1):
@@ -40,7 +40,7 @@ def batch(state):
 
 
 def called(act, *arguments):
-    """Files of the package whose functions run inside, and the first lines of these."""
+    """Call `act`; return file of the package -> first lines of its functions that ran."""
     seen = {}
 
     def note(frame, event, _):
@@ -57,7 +57,7 @@ def called(act, *arguments):
 
 
 def lines_of(text, starts):
-    """Lines of the functions that begin there, decorators and docstrings included."""
+    """Count the lines of the functions that begin at `starts`, decorators and docstrings included."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):

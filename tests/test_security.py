@@ -10,7 +10,7 @@ CALLS = {"os.system", "os.popen", "torch.load", "torch.save", "yaml.unsafe_load"
 
 
 def unsafe(tree):
-    """Line and name of everything in a module that can make code of data."""
+    """Yield the line and name of everything in a module that can turn data into code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]

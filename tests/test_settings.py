@@ -17,7 +17,7 @@ LEARNED = replace(RunConfig().reward, model="learned")
 
 
 def written(folder, config, without):
-    """A run folder's `config.yaml` as a version wrote it which did not know the field `without`."""
+    """Write a run folder as by a version that did not know the field `without`; return the folder."""
     settings = parse_yaml(dump_run(config))
     *path, last = without.split(".")
     place = settings

@@ -1,4 +1,4 @@
-"""How jaxtyping checks calls in tests: what takes or returns arrays, by beartype; no stub is made or asked twice."""
+"""Type checks of calls in tests, by jaxtyping and beartype: functions with arrays only, and each stub made once."""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -11,15 +11,16 @@ _jaxtyped = jaxtyping.jaxtyped
 
 
 def check_arrays_only() -> None:
-    """jaxtyping's import hook then leaves functions and classes without a shaped annotation as they are.
+    """Make jaxtyping's import hook leave functions and classes without a shaped annotation unchanged.
 
-    It wraps each of a package; that was up to half of the time of a test, and what is no array mypy checks.
+    The hook wraps every function of a package, which took up to half of a test's time; mypy checks all other types.
     """
     jaxtyping.jaxtyped = _if_shaped
 
 
 def _if_shaped(code: Any = None, **how: Any) -> Any:
-    if code is None:  # as a decorator
+    """Decorate by jaxtyping if an annotation names an array; else return the function or class unchanged."""
+    if code is None:  # called with options alone: return a decorator
         return lambda code: _if_shaped(code, **how)
     function = code.fget if isinstance(code, property) else getattr(code, "__func__", code)  # class and static methods
     shaped = any(_names_arrays(hint) for hint in getattr(function, "__annotations__", {}).values())
@@ -27,6 +28,7 @@ def _if_shaped(code: Any = None, **how: Any) -> Any:
 
 
 def _names_arrays(hint: Any) -> bool:
+    """Return whether a type hint, or a part of it, is an array type."""
     if isinstance(hint, str):
         return "Tensor" in hint or "Array" in hint
     is_array = isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
@@ -34,12 +36,12 @@ def _names_arrays(hint: Any) -> bool:
 
 
 def checked(stub: Callable[..., Any]) -> Callable[..., Any]:
-    """`beartype(stub)`.
+    """Return `beartype(stub)`, the same one for all stubs with equal annotations.
 
-    jaxtyping checks a call by two functions that have the annotations of the real one and no content: the first sees
-    the arguments, the second the arguments again and the result. It makes both whenever a function is defined, which
-    functions within functions are at every call of the outer one; beartype then takes longer than what most of them do.
-    So stubs with the same annotations share one, and the second has only the result to check.
+    jaxtyping checks a call by two stubs, functions that have the annotations of the real one and no content: the first
+    gets the arguments, the second the arguments again and the result. It makes both whenever a function is defined,
+    which for an inner function is every call of the outer one; beartype then takes longer than what most of these
+    functions do. So stubs with the same annotations share one, and the second stub checks only the result.
     """
     hints = stub.__annotations__
     if hints.get("return", Any) is not Any:

@@ -1,7 +1,8 @@
 """The reliability campaign and the page that it writes: `make reliability`, or `python tests/reliability/campaign.py`.
 
-Every block of work adds one line to a record as it ends, so that a campaign that was stopped goes on where it was;
-`--only PART` runs one part; the page is written once the record has them all. `--page` writes it from what there is.
+Every block of work adds one line to a record file when it ends, so that a stopped campaign goes on where it was.
+`--only PART` runs one part. The page is written when the record has all parts; `--page` writes it from the present
+record.
 """
 
 import argparse
@@ -22,7 +23,10 @@ PARTS = ("kills", "operations", "faults", "fuzz", "combinations", "soak", "scale
 
 
 def blocks(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path], Any]]]:
-    """Name of each block of a part, and what makes its result in a scratch folder. Imports torch."""
+    """Yield the name of each block of a part, and the function that makes its result in a scratch folder.
+
+    The modules of the parts are imported here, because they import torch.
+    """
     if part == "kills":
         from kills import killed_runs
         from small_runs import METHODS
@@ -87,7 +91,7 @@ def main() -> None:
     for part in () if options.page else options.only:
         run_part(part, options)
     missing = set(PARTS) - {line["part"] for line in read(options.record)}
-    if missing and not options.page:  # a part run by itself would take from the page what it says of the others
+    if missing and not options.page:  # writing would remove the others from the page
         print(f"{PAGE} stays as it is: {options.record} lacks {', '.join(sorted(missing))}; --page writes it without")
         return
     from page import write_page
@@ -120,12 +124,13 @@ def run_part(part: str, options: argparse.Namespace) -> None:
 
 
 def used() -> float:
-    """CPU seconds of this process and of those that it waited for."""
+    """Return the CPU seconds of this process and of the child processes that it waited for."""
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(one.ru_utime + one.ru_stime for one in both)
 
 
 def read(record: Path) -> list[dict[str, Any]]:
+    """Return the lines of a record file; none if there is no such file."""
     return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
 

@@ -1,5 +1,8 @@
-"""Random combinations of settings: every one is refused before anything is written, or runs to its end, all numbers
-finite, reads as a study, and goes on identically after a stop."""
+"""Part `combinations` of the campaign: runs with random combinations of settings.
+
+Every combination must either be refused before anything is written, or run to its end with finite numbers only, be
+readable as a study, and go on identically after a stop.
+"""
 
 import dataclasses
 import json
@@ -105,8 +108,12 @@ CHOICES: dict[str, list[Any]] = {
 
 @dataclass
 class Combined:
-    """Of combinations of settings: how many settings were drawn and refused; combinations that were refused when their
-    model was loaded, that ran, and that ended badly with what was said."""
+    """Counts of a block of combinations.
+
+    cases: combinations. settings, refused: settings that were drawn, and that were refused.
+    not_run: combinations that were refused when their model was loaded. ran: combinations that ran as they must.
+    wrong: descriptions of the combinations that ended badly.
+    """
 
     cases: int = 0
     settings: int = 0
@@ -117,7 +124,7 @@ class Combined:
 
 
 def combined(first: int, cases: int, root: Path) -> Combined:
-    """Combinations `first`.., each in processes of its own."""
+    """Test `cases` combinations from number `first` on, each in processes of its own."""
     found = Combined()
     for number in range(first, first + cases):
         config, settings, refused = drawn(number)
@@ -135,7 +142,7 @@ def combined(first: int, cases: int, root: Path) -> Combined:
 
 
 def drawn(number: int) -> tuple[RunConfig, dict[str, Any], int]:
-    """A combination that is valid, its settings that differ from the base, and how many were refused."""
+    """Return a random valid combination, its settings that differ from the base, and how many settings were refused."""
     rng = random.Random(f"combination {number}")
     config, settings, refused = changed(BASE, "optim.steps", STEPS), dict[str, Any](), 0
     wanted = [("method.objective", rng.choice([*OBJECTIVES, "dpo"]))]
@@ -152,13 +159,13 @@ def drawn(number: int) -> tuple[RunConfig, dict[str, Any], int]:
 
 
 def changed(config: Any, path: str, value: Any) -> Any:
-    """The configuration with another value at a dotted path."""
+    """Return the configuration with `value` at a dotted path."""
     name, _, rest = path.partition(".")
     return dataclasses.replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
 
 
 def _outcome(config: RunConfig, root: Path, draw: bool) -> str:
-    """ "refused", "ran", or what is wrong."""
+    """Run a combination, read it, and run it again with a stop; return "refused", "ran", or what is wrong."""
     whole, halved = root / "case" / "arm" / "seed0", root / "halved"
     whole.parent.mkdir(parents=True)
     study = StudyConfig("case", "?", {"arm": Arm("arm")}, (0,), config)
@@ -185,11 +192,12 @@ def _outcome(config: RunConfig, root: Path, draw: bool) -> str:
 
 
 def _stop(row: dict[str, Any]) -> None:
+    """Raise KeyboardInterrupt at the end of the last step but one."""
     if row["kind"] == "step" and row["step"] == STEPS - 2:
         raise KeyboardInterrupt
 
 
 def _said(act: Callable[[], Any], log: Path) -> str:
-    """The last words of a process in which `act` failed; empty if it did not."""
+    """Call `act` in a process; return the last line of its output if it failed, else an empty text."""
     failed = wait(start(act, log), 300)
     return (log.read_text().strip().splitlines() or [f"exit status {failed}"])[-1] if failed else ""

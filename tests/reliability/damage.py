@@ -1,4 +1,4 @@
-"""Ways in which bytes, texts, values and files are damaged, drawn by a random generator."""
+"""Random damage to bytes, texts, JSON values and files."""
 
 import json
 import os
@@ -16,14 +16,14 @@ ODD: tuple[Any, ...] = (
 
 
 def flipped(rng: random.Random, data: bytes) -> bytes:
-    """One bit of it is another."""
+    """Return the bytes with one random bit flipped."""
     changed, place = bytearray(data), rng.randrange(8 * len(data))
     changed[place // 8] ^= 1 << place % 8
     return bytes(changed)
 
 
 def damaged_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Bits flipped, cut off, parts removed, doubled, overwritten, foreign bytes put in."""
+    """Return bytes damaged at random: bits flipped, cut off, a part removed, doubled or zeroed, or foreign bytes."""
     start = rng.randrange(len(data) + 1)
     end = min(len(data), start + rng.choice([1, 2, 5, 50, 5000]))
     kind = rng.randrange(8)
@@ -49,7 +49,7 @@ def damaged_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def damaged_value(rng: random.Random, value: Any) -> Any:
-    """A copy with one thing in it replaced, removed, or put under another name."""
+    """Return a copy of a JSON value in which up to four entries are replaced, removed, or renamed."""
     value = json.loads(json.dumps(value)) if not isinstance(value, str | int | float | None) else value
     places: list[tuple[Any, Any]] = []
 
@@ -74,7 +74,7 @@ def damaged_value(rng: random.Random, value: Any) -> Any:
 
 
 def damaged_text(rng: random.Random, text: str) -> str:
-    """Lines and numbers of a text exchanged, removed, doubled; or as bytes."""
+    """Return a text with a line or number replaced, removed or inserted, or damaged as bytes."""
     lines = text.split("\n")
     place, other = rng.randrange(len(lines)), rng.randrange(len(lines))
     kind = rng.randrange(7)
@@ -96,7 +96,7 @@ def damaged_text(rng: random.Random, text: str) -> str:
 
 
 def damaged_file(rng: random.Random, path: Path) -> str:
-    """Damage a file, or take it away; says how."""
+    """Damage or remove a file; return a description of the damage."""
     kind = rng.choice(["bytes", "bytes", "flip", "missing", "empty", "folder", "other", "dangling", "values"])
     data = path.read_bytes()
     if kind == "flip" and data:
@@ -122,7 +122,7 @@ def damaged_file(rng: random.Random, path: Path) -> str:
 
 
 def restored(folder: Path, whole: Path) -> Path:
-    """`folder` as a fresh copy of `whole`."""
+    """Replace `folder` by a fresh copy of `whole` and return it."""
     if folder.is_symlink():
         os.unlink(folder)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,5 +1,7 @@
-"""Faults of the machine: a full or read-only disk, a second writer, a parent that is killed. Afterwards the same
-command goes on, and the run ends as one that met none."""
+"""Part `faults` of the campaign: a full or read-only disk, a second writer, a parent process that is killed.
+
+After the fault the same command goes on, and the run must end as one without a fault.
+"""
 
 import builtins
 import errno
@@ -20,14 +22,17 @@ from twins import log_of, twin_of
 from moe_rl.processes import end_with_parent
 from moe_rl.study.run import run_one
 
-METHOD = "ppo"  # two models, two optimizers
+METHOD = "ppo"  # because it has two models and two optimizers
 WRITING = os.O_CREAT | os.O_WRONLY | os.O_RDWR
 
 
 @dataclass
 class Faults:
-    """Of one kind: cases, how many of them met the fault, and those that did not end as the twin or did not name a
-    file."""
+    """Results for one kind of fault.
+
+    cases, met: cases, and how many of them met the fault.
+    wrong: descriptions of the cases that did not end as the twin, or whose error named no file.
+    """
 
     fault: str
     cases: int = 0
@@ -36,7 +41,7 @@ class Faults:
 
 
 def refusing(number: int, at: int) -> None:
-    """From the `at`-th writing operation of this process on, all of them fail with an error of the system."""
+    """Make all writing operations of this process but the first `at` fail with the system error `number`."""
     done = [0]
 
     def wrapped(operation: Callable[..., Any], writes: Callable[..., bool], names: bool = False) -> Callable[..., Any]:
@@ -52,7 +57,7 @@ def refusing(number: int, at: int) -> None:
     def opened(path: Any, mode: str = "r", *_: Any, **__: Any) -> bool:
         return bool(set(mode) & set("wax+"))
 
-    for name in ("fsync", "replace", "rename", "mkdir"):  # what the others refuse the program must name itself
+    for name in ("fsync", "replace", "rename", "mkdir"):  # but for mkdir, moe_rl must add the file's name
         setattr(os, name, wrapped(getattr(os, name), lambda *_, **__: True, names=name == "mkdir"))
     os.open = wrapped(os.open, lambda path, flags, *_, **__: bool(flags & WRITING))
     builtins.open = wrapped(builtins.open, opened)
@@ -60,24 +65,26 @@ def refusing(number: int, at: int) -> None:
 
 
 def full(folder: Path, rng: random.Random) -> None:
+    """Make a run whose disk is full from a random operation on."""
     refusing(errno.ENOSPC, rng.randrange(150))
     run_one(METHODS[METHOD], folder)
 
 
 def read_only(folder: Path, rng: random.Random) -> None:
+    """Make a run whose disk is read-only from a random operation on."""
     refusing(errno.EROFS, rng.randrange(150))
     run_one(METHODS[METHOD], folder)
 
 
 def short_files(folder: Path, rng: random.Random) -> None:
-    """The system refuses to make a file longer than so many bytes, in whatever language it is written."""
+    """Make a run in which the system refuses files above a random length, also to compiled code."""
     limit = int(10 ** rng.uniform(2, 5))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     run_one(METHODS[METHOD], folder)
 
 
 def named(act: Callable[[Path, random.Random], None], folder: Path, rng: random.Random) -> Callable[[], None]:
-    """`act`, whose OSError ends the process with status 3 if it names a file, else with 4."""
+    """Return `act` as a call that ends the process at an OSError: with status 3 if the error names a file, else 4."""
 
     def run() -> None:
         try:
@@ -90,22 +97,24 @@ def named(act: Callable[[Path, random.Random], None], folder: Path, rng: random.
 
 
 def disk(act: Callable[[Path, random.Random], None], folder: Path, rng: random.Random, found: Faults) -> str:
+    """Run a fault of the disk; return what went wrong, or an empty text."""
     status = wait(start(named(act, folder, rng), log_of(folder)))
     found.met += status != 0
     return "" if status in (0, 3) else f"status {status}: {log_of(folder)}"
 
 
 def two_writers(folder: Path, rng: random.Random, found: Faults, seconds: float) -> str:
+    """Start the same run twice; return what went wrong, or an empty text. One of them must be refused."""
     first = start(lambda: run_one(METHODS[METHOD], folder), log_of(folder))
     time.sleep(rng.uniform(0, 0.7 * seconds))
     second = start(lambda: run_one(METHODS[METHOD], folder), log_of(folder))
     both = sorted([wait(first), wait(second)])
     found.met += both == [0, IN_USE]
-    return "" if both in ([0, IN_USE], [0, 0]) else f"statuses {both}"  # twice 0: the first was done before
+    return "" if both in ([0, IN_USE], [0, 0]) else f"statuses {both}"  # both 0: one after the other
 
 
 def orphan(folder: Path, rng: random.Random, found: Faults, seconds: float) -> str:
-    """A parent is killed while its child runs: the child ends, and the folder is free at once."""
+    """Kill a parent while its child runs; return an empty text if the child ends, too, else what went wrong."""
     note = folder.with_name(f"{folder.name}.child")
 
     def parent() -> None:
@@ -132,6 +141,7 @@ def orphan(folder: Path, rng: random.Random, found: Faults, seconds: float) -> s
 
 
 def alive(process: int) -> bool:
+    """Return whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().split(")")[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -148,7 +158,7 @@ FAULTS: dict[str, Callable[[Path, random.Random, Faults, float], str]] = {
 
 
 def faulted_runs(fault: str, cases: int, root: Path, seed: int = 0) -> Faults:
-    """Runs that meet a fault at a random moment, then go on without it."""
+    """Make runs that meet a fault at a random moment and then go on without it; return the results."""
     twin, found = twin_of(METHOD, root), Faults(fault)
     for index in range(cases):
         folder = root / f"run{index}"

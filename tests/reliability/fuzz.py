@@ -1,4 +1,4 @@
-"""Random input: every case ends with an answer or with one of our own messages, in time; nothing damaged passes."""
+"""Part `fuzz` of the campaign: random input, which must be answered or refused with our own message, in time."""
 
 import collections
 import json
@@ -14,16 +14,16 @@ from fuzz_kinds import KINDS, Kind
 from small_runs import start, wait
 from small_study import Wrong
 
-SECONDS = 20.0  # of CPU, for one case; a folder's figures take some
+SECONDS = 20.0  # CPU time limit of a case; drawing a folder's figures takes some seconds
 
 
 class Hang(BaseException):
-    """A case that took longer."""
+    """Signal that a case took longer than `SECONDS`."""
 
 
 @dataclass
 class Fuzzed:
-    """Of one kind: cases, how they ended, and for each that ended badly how to have it again."""
+    """Results for one kind of input: counts of cases by outcome, and the number of each case that ended badly."""
 
     kind: str
     what: str
@@ -36,7 +36,7 @@ class Fuzzed:
 
 
 def fuzzed(name: str, first: int, cases: int, root: Path) -> Fuzzed:
-    """Cases `first`.. of a kind in a process of its own, so that a crash is counted, too."""
+    """Run `cases` cases of a kind from number `first` on, in a process of its own, so that a crash is counted, too."""
     root.mkdir(parents=True, exist_ok=True)
     child = start(lambda: _cases(name, first, cases, root), root / "log")
     status = wait(child, 3600)
@@ -79,6 +79,7 @@ def _one(kind: Kind, case: Callable[[random.Random], str], number: int, found: F
 
 
 def _place() -> str:
+    """Return the last line of the current traceback, and its last place in the package."""
     lines = traceback.format_exc().strip().splitlines()
     own = [line.strip() for line in lines if "moe_rl/" in line and "tests/" not in line]
     return f"{lines[-1][:200]} {own[-1] if own else ''}"
@@ -89,19 +90,19 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def block_of(name: str) -> int:
-    """Cases of a kind that are recorded together: less than a minute's."""
+    """Return the number of cases of a kind that make one block, which takes less than a minute."""
     return 800 if KINDS[name].weight > 2 else 100
 
 
 def shares(cases: int) -> dict[str, int]:
-    """How many of so many cases are of each kind."""
+    """Return kind -> its number of cases, when there are about `cases` in all."""
     weights = {name: kind.weight for name, kind in KINDS.items()}
     whole = sum(weights.values())
     return {name: max(1, -(-cases * weight // whole)) for name, weight in weights.items()}
 
 
 def summary(parts: list[Fuzzed]) -> collections.Counter[str]:
-    """Counts of all."""
+    """Return the sums of all counts."""
     found: collections.Counter[str] = collections.Counter()
     for part in parts:
         found.update(cases=part.cases, answered=part.answered, refused=part.refused)

@@ -24,7 +24,7 @@ from moe_rl.training.route_tables import read_route_table, write_route_table
 
 
 def metrics_lines(root: Path) -> Case:
-    """One line, or the bytes, of metrics.jsonl of an unfinished run."""
+    """Prepare cases: damage one line, or the bytes, of metrics.jsonl of an unfinished run, and read the run."""
     whole = small_study(root) / "grpo" / "seed0"
     (whole / "DONE").unlink()
     shutil.rmtree(whole / "checkpoint")  # which would know the rows again: here each must be looked at
@@ -48,7 +48,7 @@ def metrics_lines(root: Path) -> Case:
 
 
 def study_files(root: Path) -> Case:
-    """The text, or the values, of a study file."""
+    """Prepare cases: damage the text, or the values, of a study file, and read the file."""
     path = root / "study.yaml"
     text = (small_study(root) / "study.yaml").read_text()
     values = yaml.safe_load(text)
@@ -75,7 +75,7 @@ LINES = (
 
 
 def task_lines(root: Path) -> Case:
-    """A file of prompts and answers, and what its verifiers say to odd completions."""
+    """Prepare cases: damage a file of prompts and answers, read it, and verify odd completions."""
     path = root / "task.jsonl"
 
     def case(rng: random.Random) -> str:
@@ -108,7 +108,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfo
 
 
 def prompt_files(root: Path) -> Case:
-    """What `moe-rl drift --prompts` reads."""
+    """Prepare cases: damage a file for `moe-rl drift --prompts`, and read it."""
     path = root / "prompts.jsonl"
     tokenizer = char_tokenizer("\n" + "".join(map(chr, range(32, 127))))
     plain = char_tokenizer("abc")
@@ -130,7 +130,10 @@ def prompt_files(root: Path) -> Case:
 
 
 def route_files(root: Path) -> Case:
-    """Files of RoutedExperts.save, with and without a checksum, and route tables: no flipped bit passes."""
+    """Prepare cases: damage files of RoutedExperts.save, with and without a checksum, or route tables, and read them.
+
+    A case is wrong if other routes are read from a file with a checksum.
+    """
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -148,7 +151,7 @@ def route_files(root: Path) -> Case:
 
     def case(rng: random.Random) -> str:
         kind = rng.randrange(4)
-        if kind == 0:  # as the first version wrote them: without a checksum, any header
+        if kind == 0:  # as the first version wrote files: without a checksum, here with a damaged header
             values = {key: damaged_value(rng, json.loads(value)) for key, value in header.items() if key != "format"}
             changed = {key: json.dumps(value) for key, value in values.items()}
             save_file(tensors, path, {**changed, "format": header["format"]})

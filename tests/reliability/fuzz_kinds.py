@@ -1,4 +1,4 @@
-"""What is fuzzed: for each kind, how a case is made, and which errors are our own messages."""
+"""Kinds of fuzzed input: how a case of each kind is made, and which errors are our own messages."""
 
 import contextlib
 import io
@@ -36,8 +36,13 @@ from moe_rl.training.route_tables import read_route_table
 
 @dataclass(frozen=True)
 class Kind:
-    """How much of the campaign, our own messages, and what makes a case of a random generator: "answered" or
-    "refused" or one of `refusals`."""
+    """One kind of fuzzed input.
+
+    weight: the kind's share of all cases, relative to the other kinds. refusals: errors that are our own messages.
+    prepare: returns the function that runs a case, given a random generator; it returns "answered" or "refused", or
+        raises one of `refusals`.
+    what: description for the page.
+    """
 
     weight: int
     refusals: tuple[type[BaseException], ...]
@@ -57,7 +62,10 @@ WORDS = OPTIONS.split()
 
 
 def said_by(arguments: list[str]) -> str:
-    """The command line in this process: "answered", "refused"; Wrong if it shows a traceback or leaves otherwise."""
+    """Run `moe-rl` in this process; return "answered" or "refused".
+
+    Raises Wrong: when a traceback is printed or the exit status is not 0, 1 or 2.
+    """
     out, error = io.StringIO(), io.StringIO()
     status: Any = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
@@ -71,7 +79,7 @@ def said_by(arguments: list[str]) -> str:
 
 
 def command_line(root: Path) -> Case:
-    """Random words after `moe-rl`; what would train, serve or load models stops after its checks."""
+    """Prepare cases: run `moe-rl` with random words; commands that would train or serve stop after their checks."""
     small_study(root)
     os.chdir(root)
     study_run.run_one = lambda config, *_: validate(config)
@@ -93,7 +101,10 @@ PATHS = ADDRESSES.split()
 
 
 def page_requests(root: Path) -> Case:
-    """Raw requests to the server of `moe-rl watch`: never status 500, nothing printed, strangers refused."""
+    """Prepare cases: send raw requests to the server of `moe-rl watch`.
+
+    A case is wrong after status 500 or above, a failed thread of the server, or an answer to a foreign host name.
+    """
     server = watch.make_server(small_study(root))
     problems: list[str] = []
     server.handle_error = lambda request, address: problems.append("the server's thread failed")
@@ -136,19 +147,20 @@ def page_requests(root: Path) -> Case:
 
 
 def files_of(folder: Path) -> list[Path]:
+    """Return the paths of all files in a folder but locks, relative to the folder."""
     found = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
     return sorted(path.relative_to(folder) for path in found)
 
 
 def damaged_folders(root: Path) -> Case:
-    """One file of a finished study, under every command that reads folders."""
+    """Prepare cases: damage one file of a finished study, and run a command that reads folders."""
     whole, own = small_study(root), root / "study"
     prompts = root / "prompts.jsonl"
     prompts.write_text('{"text": "^12+34="}\n')
     names = files_of(whole)
 
     def resume_study(folder: Path) -> None:
-        grid._schedule = lambda *_: iter(())  # what is not done would now be trained
+        grid._schedule = lambda *_: iter(())  # else runs that are not done would now be trained
         said_by(["study", str(folder / "study.yaml"), "--output", str(folder), "--no-figures"])
 
     def drift(folder: Path) -> None:
@@ -194,7 +206,10 @@ def damaged_folders(root: Path) -> Case:
 
 
 def damaged_checkpoints(root: Path) -> Case:
-    """One file of what an unfinished run goes on from: refused, or the same weights, step and rows."""
+    """Prepare cases: damage one file that an unfinished run goes on from, and resume the run.
+
+    A case is wrong if the run goes on with other weights, another step, or other rows.
+    """
     whole, own = small_study(root) / "grpo" / "seed0", root / "run"
     study = load_study(root / "small" / "study.yaml")
     config = study.resolve("grpo", 0)

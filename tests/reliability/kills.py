@@ -1,4 +1,4 @@
-"""Random kills: a run that was killed, and goes on, ends as one that was not."""
+"""Part `kills` of the campaign: a run that is killed at random and goes on must end as one that was not killed."""
 
 import os
 import random
@@ -16,7 +16,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 @dataclass
 class Kills:
-    """Of one method: runs, kills by signal, and runs that did not end as their twin, with the files that differ."""
+    """Results for one method: runs, kills by signal, and runs that did not end as their twin, with differing files."""
 
     method: str
     runs: int = 0
@@ -25,7 +25,7 @@ class Kills:
 
 
 def killed_runs(method: str, runs: int, root: Path, seed: int = 0) -> Kills:
-    """`runs` runs, each killed up to four times at random moments and then left alone."""
+    """Make runs that are killed up to four times at random moments and then go on to the end; return the results."""
     twin, found = twin_of(method, root), Kills(method)
     for index in range(runs):
         rng = random.Random(f"{seed} {method} {index}")

@@ -1,4 +1,7 @@
-"""A kill before and after every file operation of a run: what lies on the disk then is taken away and finished."""
+"""Part `operations` of the campaign: a kill before and after every file operation of a run.
+
+The states of the run folder that such kills leave are copied, and runs go on from the copies to the end.
+"""
 
 import builtins
 import hashlib
@@ -21,7 +24,7 @@ from moe_rl.training import RunConfig
 NAMES = ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "fsync", "open", "chmod", "truncate")
 OPERATIONS: list[tuple[Any, str]] = [*((os, name) for name in NAMES), (builtins, "open"), (io, "open")]
 STEPS = 2
-"""The first makes the first checkpoint, the second replaces it."""
+"""Steps of a run: the first step makes a checkpoint, the second replaces it."""
 WHOLE = (
     "grpo + R2",
     "grpo + R3",
@@ -33,16 +36,19 @@ WHOLE = (
     "grpo, expert bias",
 )
 """Methods whose runs keep different files: routes, a value model, other policies, comparisons, batches that wait,
-drafts, biases. The others keep what one of these does."""
+drafts, biases. Each other method keeps the same files as one of these."""
 
 
 @dataclass
 class Stops:
-    """Of one method: file operations of a run, different states of its folder that a kill before or after one of them
-    leaves, how many of these were finished, and those that did not end as the twin.
+    """Results for one method.
 
     Attributes:
-        second: the run had been killed once before, between the renames that replace its checkpoint.
+        second: whether the run had been killed once before, between the renames that replace its checkpoint.
+        operations: file operations of a run.
+        states: different states of the run folder that a kill before or after an operation leaves.
+        finished: how many of these states were run to the end.
+        wrong: descriptions of the states that did not end as the twin.
     """
 
     method: str
@@ -54,8 +60,10 @@ class Stops:
 
 
 def stopped_runs(method: str, root: Path, most: int | None = None, second: bool = False) -> Stops:
-    """Finish every state of a run, or `most` of them drawn at random, and compare with the run that was not stopped.
-    `second`: states of a run that goes on after a first kill."""
+    """Run every state of a run folder to the end, or `most` random ones, and compare with the run without a stop.
+
+    second: take the states of a run that goes on after a first kill.
+    """
     twin, found, states = twin_of(method, root, STEPS), Stops(method, second), root / "states"
     counts = states_of(twin.config, root / "run", states)
     if second:
@@ -77,8 +85,10 @@ def stopped_runs(method: str, root: Path, most: int | None = None, second: bool 
 
 
 def states_of(config: RunConfig, folder: Path, kept: Path) -> tuple[int, int]:
-    """Run, or go on, to the end in a process of its own. Every state of the folder around a file operation goes to
-    `kept`/N; returns how many operations and states there were."""
+    """Run, or go on, to the end in a process of its own, and copy every state of the folder to `kept`/N.
+
+    A state is what the folder holds before or after a file operation. Returns the numbers of operations and states.
+    """
     counts = kept.with_name(f"{kept.name}.counts")
     child = start(lambda: keep_states(config, folder, kept, counts), log_of(folder))
     assert wait(child) == 0, log_of(folder).read_text()
@@ -87,7 +97,7 @@ def states_of(config: RunConfig, folder: Path, kept: Path) -> tuple[int, int]:
 
 
 def keep_states(config: RunConfig, folder: Path, kept: Path, counts: Path) -> None:
-    """`states_of` in this process, which is of no use afterwards."""
+    """Do the work of `states_of` in this process, whose file operations stay wrapped afterwards."""
     busy, operations, seen = [False], [0], set()
     kept.mkdir()
 
@@ -114,7 +124,7 @@ def keep_states(config: RunConfig, folder: Path, kept: Path, counts: Path) -> No
 
 
 def around(before: Callable[[], None], after: Callable[[], None]) -> None:
-    """From now on in this process, call these around every file operation."""
+    """Call `before` and `after` around every file operation of this process from now on."""
 
     def wrapped(operation: Callable[..., Any]) -> Callable[..., Any]:
         def act(*args: Any, **options: Any) -> Any:
@@ -130,8 +140,10 @@ def around(before: Callable[[], None], after: Callable[[], None]) -> None:
 
 
 def state_of(folder: Path) -> str:
-    """Names and content of all that is in a folder; the name of a temporary file is another each time, the lock says
-    who has it."""
+    """Return a digest of the names and contents of all files in a folder.
+
+    The random part of a temporary file's name and the content of the lock, which names its holder, are left out.
+    """
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         name = re.sub(r"\.[^.]*\.tmp$", ".tmp", path.relative_to(folder).as_posix())
@@ -141,5 +153,5 @@ def state_of(folder: Path) -> str:
 
 
 def between_renames(folder: Path) -> bool:
-    """Whether the old checkpoint was put aside and the new one is not in its place yet."""
+    """Return whether the old checkpoint was put aside and the new one is not in its place yet."""
     return (folder / "checkpoint.old").exists() and not (folder / "checkpoint").exists()

@@ -1,4 +1,4 @@
-"""docs/reliability.md from the record of a campaign: no number in it is written by hand."""
+"""Writer of docs/reliability.md, all of whose numbers come from the record of a campaign."""
 
 import json
 import os
@@ -28,7 +28,7 @@ BROKEN = "wrong", "tracebacks", "hangs"
 
 
 def write_page(record: Path, target: Path) -> None:
-    """Write `target` from the lines of `record`."""
+    """Write the page `target` from the lines of `record`."""
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     parts: dict[str, list[Line]] = {}
     for line in lines:
@@ -51,15 +51,18 @@ def write_page(record: Path, target: Path) -> None:
 
 
 def table(head: list[str], rows: list[list[Any]]) -> str:
+    """Return a Markdown table."""
     cells = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in cells) + "\n"
 
 
 def total(lines: list[Line], *keys: str) -> list[int]:
+    """Return the sum over lines for each key; lists count by their length."""
     return [sum(line[key] if isinstance(line[key], int) else len(line[key]) for line in lines) for key in keys]
 
 
 def part_of(title: str, about: str, command: str, lines: list[Line], body: str) -> str:
+    """Return a section of the page: heading, text, command with its CPU time, and body."""
     cpu = sum(line["cpu"] for line in lines)
     return f"## {title}\n\n{about}\n\n`{COMMAND} --only {command}` ({cpu / 60:.1f} CPU minutes)\n\n{body}"
 

@@ -1,4 +1,7 @@
-"""Runs of under a second of every method, made in forked processes, so that torch is imported once for all of them."""
+"""Configurations of runs that take under a second, one for each method, and functions that run them in forks.
+
+Forked processes need not import torch themselves.
+"""
 
 import functools
 import importlib.metadata
@@ -56,7 +59,7 @@ METHODS: dict[str, RunConfig] = {name: replace(BASE, **changes) for name, change
 
 
 def start(act: Callable[[], Any], log: Path) -> int:
-    """`act` in a forked process; returns its number. What it prints, and how it failed, is added to `log`."""
+    """Call `act` in a forked process and return the process id; output and traceback are appended to `log`."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -65,7 +68,7 @@ def start(act: Callable[[], Any], log: Path) -> int:
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if not getattr(setup.make_task, "judged", False):  # a random model has no reward of a task that it cannot solve
+        if not getattr(setup.make_task, "judged", False):  # else a random model would earn no reward
             setup.make_task = judged(setup.make_task)
             setup.make_task.judged = True
         file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -86,7 +89,7 @@ def start(act: Callable[[], Any], log: Path) -> int:
 
 
 def ended(child: int, seconds: float = 0.0) -> int | None:
-    """Its exit status, negative for a signal, if it ends within so many seconds; else None."""
+    """Return a child's exit status, negative for a signal, if the child ends within so many seconds; else None."""
     deadline = time.monotonic() + seconds
     while True:
         found, status = os.waitpid(child, os.WNOHANG)
@@ -98,7 +101,7 @@ def ended(child: int, seconds: float = 0.0) -> int | None:
 
 
 def wait(child: int, seconds: float = 3600.0) -> int:
-    """Its exit status. Raises TimeoutError, after it was killed, for one that does not end."""
+    """Return a child's exit status. If it does not end in time, kill it and raise TimeoutError."""
     status = ended(child, seconds)
     if status is None:
         os.kill(child, signal.SIGKILL)
@@ -108,8 +111,10 @@ def wait(child: int, seconds: float = 3600.0) -> int:
 
 
 def warm_up(root: Path) -> None:
-    """One run in this process, so that forked ones have all imports and caches from it; what a run notes of the
-    machine is looked up once for all of them."""
+    """Make one run in this process, from which forked processes inherit imports and caches.
+
+    Package versions and git's answers, which every run records, are cached for all of them.
+    """
     importlib.metadata.version = functools.cache(importlib.metadata.version)
     study_run._git = functools.cache(study_run._git)
     run_one(replace(BASE, optim=replace(BASE.optim, steps=1)), root / "warm_up")

@@ -1,4 +1,4 @@
-"""What the fuzz kinds share: what a case is, what is wrong, and a study to damage."""
+"""Common parts of the fuzz kinds: the type of a case, the error `Wrong`, and a study to damage."""
 
 import random
 from collections.abc import Callable
@@ -13,11 +13,11 @@ Case = Callable[[random.Random], str]
 
 
 class Wrong(AssertionError):
-    """Damage that passed for a result, or an answer that must not be given."""
+    """Error of a case: damage passed for a result, or an answer was given that must not be."""
 
 
 def small_study(root: Path) -> Path:
-    """A study of two finished runs, made by the command line's own functions."""
+    """Make a study of two finished runs with the command line's own functions; return its folder."""
     base = {
         "model": {"tiny": vars(BASE.model.tiny), "cold_start": None},
         "task": {"name": "mod_chain", "options": {"steps": 1}},

@@ -1,4 +1,4 @@
-"""A long run: memory and open files stay as they are. And many runs: what reading and reporting them costs."""
+"""Parts `soak` and `scale` of the campaign: memory and open files of a long run; cost of reading many runs."""
 
 import json
 import os
@@ -19,7 +19,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass
 class Soak:
-    """Memory in MB and open files after a quarter of the steps and at the end; kB per step, fitted to the rest."""
+    """Memory in MB and open files after a quarter of the steps and at the end; kB per step, fitted between these."""
 
     method: str
     steps: int
@@ -31,7 +31,7 @@ class Soak:
 
 
 def soaked(method: str, steps: int, root: Path) -> Soak:
-    """One run of so many steps with tables, checkpoints and evaluations every ten."""
+    """Make one run with token tables, checkpoints and evaluations every ten steps; return its memory and open files."""
     config = METHODS[method]
     config = replace(
         config,
@@ -65,7 +65,7 @@ def soaked(method: str, steps: int, root: Path) -> Soak:
 
 @dataclass
 class Scale:
-    """CPU seconds to read a study's folders, and for all its figures and the report."""
+    """CPU seconds to read a study's folders (`load`), and to draw all its figures and the report (`report`)."""
 
     runs: int
     steps: int
@@ -74,7 +74,7 @@ class Scale:
 
 
 def scaled(seeds: int, steps: int, root: Path) -> Scale:
-    """A study of five arms with so many seeds, of synthetic numbers in the shape of a run's."""
+    """Measure the reading and reporting of a synthetic study of five arms with so many seeds."""
     arms = ("grpo", "grpo_replay", "gspo", "grpo_noise", "gspo_noise")
     folder = write_study(root / "many", arms, tuple(range(seeds)), steps, tokens_every=steps)
     began = time.process_time()

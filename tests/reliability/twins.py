@@ -1,4 +1,4 @@
-"""What every part asks of a run that something happened to: that it goes on and ends as one without it."""
+"""Comparison of a run that was disturbed and then goes on with its twin: an equal run without a disturbance."""
 
 import hashlib
 import json
@@ -17,15 +17,18 @@ from moe_rl.training import RunConfig
 
 @dataclass
 class Twin:
-    """A run that nothing interrupted: its configuration, what it is (`content`), and how long it took."""
+    """A run without interruption: its configuration, a description of its files (`content`), its wall-clock seconds."""
 
     config: RunConfig
     content: dict[str, str]
     seconds: float
 
     def other(self, folder: Path) -> str:
-        """Go on with the run in `folder` to its end: how it is another than this one, with the file that it printed
-        to; empty if it is the same, and the folder is removed."""
+        """Continue the run in `folder` to its end; return the names of files that differ from this run's.
+
+        After a failure, returns the exit status and the log file. If nothing differs, removes the folder and returns an
+        empty text.
+        """
         status = complete(self.config, folder)
         if status:
             return f"exit status {status}: {log_of(folder)}"
@@ -37,7 +40,7 @@ class Twin:
 
 
 def twin_of(method: str, root: Path, steps: int | None = None) -> Twin:
-    """Of one of `METHODS`, in `root`/twin; `steps`: of so many steps."""
+    """Make a run of one of `METHODS` in `root`/twin and return it. steps: number of steps; None: the method's."""
     config = METHODS[method]
     config = replace(config, optim=replace(config.optim, steps=steps or config.optim.steps))
     root.mkdir(parents=True, exist_ok=True)
@@ -49,17 +52,21 @@ def twin_of(method: str, root: Path, steps: int | None = None) -> Twin:
 
 
 def complete(config: RunConfig, folder: Path) -> int:
-    """Run, or go on, to the end in a process of its own; its exit status."""
+    """Run, or go on, to the end in a process of its own; return the exit status."""
     return wait(start(lambda: run_one(config, folder, command="campaign"), log_of(folder)))
 
 
 def log_of(folder: Path) -> Path:
+    """Return the file to which the run in a folder prints."""
     return folder.with_name(f"{folder.name}.log")
 
 
 def content(folder: Path) -> dict[str, str]:
-    """What a finished run is, by file: metrics without times, every tensor of the checkpoint, every byte of the rest.
-    Equal for two runs exactly if weights, optimizers, random numbers, tokens, routes and metrics are."""
+    """Return file -> description: metrics without times, digests of checkpoint tensors and of all other files.
+
+    Two runs have equal descriptions exactly if weights, optimizers, random numbers, tokens, routes and metrics are
+    equal. Of files that hold times, only the existence counts.
+    """
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
@@ -69,7 +76,7 @@ def content(folder: Path) -> dict[str, str]:
             found[name] = json.dumps(kept)
         elif path.suffix == ".safetensors":
             found[name] = tensors_of(path)
-        elif name in (".lock", "env.json", "DONE", "checkpoint/state.json"):  # they hold times
+        elif name in (".lock", "env.json", "DONE", "checkpoint/state.json"):  # these files hold times
             found[name] = "there"
         else:
             found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -77,7 +84,10 @@ def content(folder: Path) -> dict[str, str]:
 
 
 def tensors_of(path: Path) -> str:
-    """Every tensor and header entry of a file; safetensors writes the entries in another order in each process."""
+    """Return a digest of every tensor and header entry of a file, in sorted order.
+
+    safetensors writes header entries in another order in each process.
+    """
     with safe_open(path, "pt") as file:
         header = sorted((file.metadata() or {}).items())
         digest = hashlib.sha256(json.dumps([entry for entry in header if entry[0] != "sha256"]).encode())

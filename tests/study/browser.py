@@ -1,4 +1,4 @@
-"""A headless Chromium driven over its DevTools pipe, with the standard library alone."""
+"""Driver of a headless Chromium over its DevTools pipe, with the standard library alone."""
 
 import base64
 import contextlib
@@ -30,16 +30,16 @@ FLAGS = (
     "--disable-sync",
     "--remote-debugging-pipe",
 )
-PATIENCE = 150.0  # seconds: shared machines stall
+PATIENCE = 150.0  # seconds; so many because shared machines stall
 
 
 def find_browser() -> str | None:
-    """The path of an installed Chromium or Chrome."""
+    """Return the path of an installed Chromium or Chrome, or None."""
     return next((path for path in map(shutil.which, NAMES) if path), None)
 
 
 class Browser:
-    """One page. Whatever its scripts complain of is kept in `complaints`, every request in `requests`."""
+    """A browser with one page. `complaints`: errors of scripts and in the log. `requests`: the URLs of all requests."""
 
     def __init__(self, executable: str):
         self.profile = tempfile.mkdtemp(prefix="moe_rl-browser-")
@@ -65,7 +65,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A DevTools command and its result."""
+        """Send a DevTools command and return its result. Raises RuntimeError: when the answer is an error."""
         self.number += 1
         message: dict[str, Any] = {"id": self.number, "method": method, "params": parameters}
         if self.session:
@@ -79,6 +79,7 @@ class Browser:
                 return answer["result"]
 
     def _next(self) -> dict[str, Any]:
+        """Return the next message of the browser, after noting errors and requests in it."""
         until = time.monotonic() + PATIENCE
         while b"\0" not in self.buffer:
             if not select.select([self.read], [], [], max(0.0, until - time.monotonic()))[0]:
@@ -102,14 +103,14 @@ class Browser:
         self.call("Page.navigate", url=url)
 
     def js(self, expression: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in result:
             raise RuntimeError(result["exceptionDetails"].get("exception", {}).get("description", str(result)))
         return result["result"].get("value")
 
     def wait(self, expression: str) -> Any:
-        """The value of an expression as soon as it is true; an error counts as not yet."""
+        """Return the value of an expression as soon as it is true; an exception in it counts as not yet true."""
         tried = f"(() => {{ try {{ return {expression}; }} catch {{ return false; }} }})()"
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
@@ -117,13 +118,13 @@ class Browser:
                 if value := self.js(tried):
                     return value
             except RuntimeError as error:
-                if "navigated" not in str(error):  # while a page is being left there is none to ask
+                if "navigated" not in str(error):  # raised while the page changes: ask again
                     raise
             time.sleep(0.05)
         raise TimeoutError(f"never true: {expression}; complaints: {self.complaints}")
 
     def click(self, selector: str) -> None:
-        """A real click, at the middle of the first element that matches."""
+        """Click with the mouse at the middle of the first element that matches, once there is one."""
         self.wait(f"!!document.querySelector({json.dumps(selector)})")
         box = self.js(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
@@ -145,13 +146,13 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyUp", **options)
 
     def look(self, width: int = 1440, height: int = 900, dark: bool = False) -> None:
-        """Size of the window and colour scheme."""
+        """Set the size of the window and the colour scheme."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
 
     def screenshot(self, path: Path, full: bool = True) -> None:
-        """The whole page as PNG."""
+        """Write the whole page, or with `full=False` the visible part, as PNG."""
         options: dict[str, Any] = {}
         if full:
             size = self.call("Page.getLayoutMetrics")["cssContentSize"]
@@ -174,7 +175,10 @@ class Browser:
 
 @contextmanager
 def serving(folder):
-    """The address of a running server. A port of its own: the browser keeps connections to servers of earlier tests."""
+    """Context manager: serve a folder and yield the address.
+
+    The port is a new one, because the browser keeps connections to the servers of earlier tests.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -190,8 +194,10 @@ def serving(folder):
 
 
 def lines(browser, chart="reward"):
+    """Return the number of thick lines in a chart of the page."""
     return browser.js(f"document.querySelectorAll('#chart-{chart} .thick path').length")
 
 
 def text(browser, selector):
+    """Return the text of the first element that matches, or an empty text."""
     return browser.js(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")

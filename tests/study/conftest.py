@@ -1,6 +1,6 @@
-"""Small studies for the tests of figures; a headless browser for all tests of pages, and a study that is served to it.
+"""Fixtures: small studies for tests of figures; a headless browser for tests of pages, and a study served to it.
 
-Without a browser tests of pages are skipped on a developer's machine and fail under CI=true.
+Without a browser, tests of pages are skipped on a developer's machine and fail under CI=true.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Studies of given final rewards, and what is read off them."""
+"""Studies with given final rewards, and the statements that a report makes about them."""
 
 from pathlib import Path
 
@@ -10,7 +10,10 @@ from moe_rl.study.reading import read
 
 
 def study_of(finals, changes=None, updates=None):
-    """Runs of five equal steps, so that the final reward is the given number."""
+    """Return a study; each run has five steps of equal reward, so that its final reward is the given number.
+
+    finals: arm -> final reward of each seed. changes: arm -> changes of its configuration. updates: table of updates.
+    """
     runs, rows = [], []
     for arm, values in finals.items():
         for seed, value in enumerate(values):
@@ -24,16 +27,18 @@ def study_of(finals, changes=None, updates=None):
 
 
 def at_start(study, reward):
-    """The held-out reward at step 0, the same in every run."""
+    """Return a table of evaluations with the same held-out reward at step 0 in every run."""
     return pd.DataFrame([{"arm": run.arm, "seed": run.seed, "step": 0, "reward": reward} for run in study.runs])
 
 
 def texts_of(finals, topic, changes=None, updates=None):
+    """Return the statements on a topic about `study_of` these values, as one text."""
     found = read(study_of(finals, changes, updates))
     return " ".join(statement.text for statement in found if statement.topic == topic)
 
 
 def text_on(study, topic):
+    """Return the statements on a topic about a study, as one text."""
     return " ".join(statement.text for statement in read(study) if statement.topic == topic)
 
 

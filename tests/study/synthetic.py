@@ -1,6 +1,6 @@
-"""A run folder as training would leave it, from a random generator: for tests of loading, figures and report.
+"""Run folders in the form that training leaves, with random numbers, for tests of loading, figures and report.
 
-The numbers are shaped like those of the tiny model (see the study's README): they are not results.
+The numbers resemble those of the tiny model (see the study's README), but are no results.
 """
 
 import json
@@ -45,7 +45,10 @@ def write_study(
     unfinished: tuple[tuple[str, int], ...] = (),
     more: Mapping[str, tuple[dict[str, Any], float]] | None = None,
 ) -> Path:
-    """Write `folder` as one study and return it. more: what the study's file says of other arms, and their rewards."""
+    """Write a study of random numbers to `folder` and return the folder.
+
+    more: name of a further arm -> its entry in the study file, and its final reward.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     every = {**ARMS, **{name: about for name, (about, _) in (more or {}).items()}}
     finals = {**FINAL, **{name: final for name, (_, final) in (more or {}).items()}}
@@ -60,7 +63,7 @@ def write_study(
     (folder / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
     for arm in arms:
         method = every[arm]["method"]
-        draws = "grpo_replay" if method["replay"] == "R2" else arm  # replay does not see noise: the same run
+        draws = "grpo_replay" if method["replay"] == "R2" else arm  # replay does not see noise: equal numbers
         for seed in [seed for seed in seeds if seed in every[arm].get("seeds", seeds)]:
             done = (arm, seed) not in unfinished
             rng = np.random.default_rng([seed, list(every).index(draws)])
@@ -70,12 +73,12 @@ def write_study(
 
 
 def read_rows(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run folder."""
+    """Return the rows of a run folder's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def write_rows(run: Path, rows: Iterable[dict[str, Any]], config: dict[str, Any] | None = None) -> None:
-    """A run folder's rows, in place of those that it has; and its configuration, where one is given."""
+    """Write a run folder's rows, in place of earlier ones, and its configuration if one is given."""
     run.mkdir(parents=True, exist_ok=True)
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if config is not None:
@@ -85,7 +88,7 @@ def write_rows(run: Path, rows: Iterable[dict[str, Any]], config: dict[str, Any]
 
 
 def add_rows(run: Path, *rows: dict[str, Any]) -> None:
-    """More rows at the end of a run's, as it would write them."""
+    """Append rows to a run folder's metrics.jsonl, as the run itself would."""
     with open(run / "metrics.jsonl", "a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -201,12 +204,12 @@ def _probe(
     rng: np.random.Generator, step: int, u: int, sequences: int, reward: float, keep: bool
 ) -> tuple[dict[str, Any], list[pd.DataFrame]]:
     T, L = sequences * LENGTH, len(SITES)
-    token_rate = rng.gamma(0.5, 2.0, T) * 0.012 * u  # clustered on tokens, as real flips are
+    token_rate = rng.gamma(0.5, 2.0, T) * 0.012 * u  # flips cluster on tokens, as real ones do
     slots = rng.binomial(K, np.clip(token_rate[:, None] * np.linspace(0.8, 1.3, L), 0, 1))
     flips = (slots > 0).sum(1)
     old = -rng.gamma(0.4, 0.6, T)
     drift = rng.normal(0, 0.04 * np.sqrt(u), T)
-    predictor = np.roll(flips.reshape(sequences, LENGTH), 1, axis=1).ravel()  # the position to the left predicts
+    predictor = np.roll(flips.reshape(sequences, LENGTH), 1, axis=1).ravel()  # flips one position to the left
     natural = drift + predictor * rng.normal(0, 0.12, T)
     sequence = natural.reshape(sequences, LENGTH).mean(1)
     table = pd.DataFrame(
@@ -253,7 +256,10 @@ def _probe(
 
 
 def floor_row(variant, arm, by_site, flips, deviation, positions, variance):
-    """A row as training writes it: 4 sites, K = 2; `positions`: (changed, compared) from position 0."""
+    """Return a noise floor row as training writes it: 4 sites, K = 2.
+
+    positions: (changed, compared) sites of each position, from position 0.
+    """
     tokens = sum(flips)
     return {
         "arm": arm, "seed": 0, "step": 0, "variant": variant,

@@ -1,10 +1,10 @@
-"""Tokens and routes of one step as the probe would leave them, small enough to check by hand.
+"""Tokens and routes of one step in the form that the probe leaves, small enough to check by hand.
 
 Two responses at batch rows 0 and 3, two sites of K = 2 out of 6 experts, updates 1 and 2; prompts of one and two
 tokens.
 Every token is routed to [0, 1] at both sites by the old policy. After update 2 (after update 1 nothing changed):
-response 0: token 1 changes one expert at site 1 (0 -> 4); response 3: token 0 changes both at site 0, slots swapped at
-site 1 (no change).
+in response 0, token 1 changes one expert at site 1 (0 -> 4); in response 3, token 0 changes both experts at site 0, and
+its slots at site 1 are swapped, which is no change.
 """
 
 from pathlib import Path
@@ -21,6 +21,7 @@ TEXTS = {0: ["2", "<b>", "\n"], 3: ["2", "3"]}
 
 
 def routes(update: int) -> RoutedExperts:
+    """Return the routes after an update; update 0: those of the old policy."""
     ids = torch.tensor([0, 1]).expand(2, 5, 2, 2).clone()
     if update == 2:
         ids[0, 3, 1] = torch.tensor([4, 1])
@@ -32,9 +33,13 @@ def routes(update: int) -> RoutedExperts:
 def write_step(
     folder: Path, step: int, texts: bool = True, kept: bool = True, routers: bool = False, reward: float = 1.0
 ) -> None:
-    """tokens/step_*.parquet with log-probabilities that are easy to follow, and routes/ of updates 0 to 2. With
-    `routers` also gates, 40 and 20 % of old experts, 50 and 30 % of new ones at every site; margins 0.25 and 1.5.
-    `reward`: of response 3; the other's is 0."""
+    """Write tokens/step_*.parquet of a step, with simple log-probabilities, and routes/ of updates 0 to 2.
+
+    texts: whether to write texts and prompts. kept: whether to write routes.
+    routers: whether to write gates and margins, too: at every site, gates of 40 and 20 % for the old experts, 50 and
+        30 % for the new ones, and margins of 0.25 (old) and 1.5 (new).
+    reward: reward of response 3; that of response 0 is 0.
+    """
     names = "seq pos token update old_logp logp_natural logp_replayed flips reward text"
     columns: dict[str, list] = {name: [] for name in names.split()}
     for update in (1, 2):
