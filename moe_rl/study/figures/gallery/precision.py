@@ -37,7 +37,7 @@ PANELS = {
         "each step. Upper: share of expert slots that differ; middle: k3 of their log-probabilities (geometric mean); "
         "log axes, where 0 has no place. Lower: what forcing the engine's routes on the training engine removes of the "
         "mean |d log p|; below 0, forcing widens it. fp8, int4 and mxfp4 weights are emulated, products in bf16. "
-        "Dotted: training computes in the engine's dtype or weight format as well."
+        "Dotted: training, too, computes in 16 bits or through rounded weights."
     ),
     needs={"engines": ["slots_changed", "slots", "k3", "gap_mean", "pair"]},
     rank=28,
