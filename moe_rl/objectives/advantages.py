@@ -17,7 +17,7 @@ Scale = Literal["std", "none", "batch"]
 def group_advantages(
     rewards: Shaped[Tensor, " B"], group_size: int, scale: Scale | str = "std", eps: float | int = 1e-4
 ) -> Float[Tensor, " B"]:
-    """Return each response's reward minus its group's mean, scaled (outcome supervision; arXiv:2507.18071, eqs 3, 6).
+    """Return each reward minus its group's mean, scaled by `scale` (outcome supervision; arXiv:2507.18071, eqs 3, 6).
 
         "std"    A_i = (r_i - mean(group)) / (std(group) + eps)      GRPO, GSPO
         "none"   A_i =  r_i - mean(group)                            Dr.GRPO (arXiv:2503.20783), MiniRL
@@ -67,7 +67,7 @@ def as_groups(rewards: Shaped[Tensor, " B"], group_size: int) -> Float[Tensor, "
 
 
 def check_groups(rows: int, group_size: int) -> None:
-    """Raise ValueError unless the number of rows is a multiple of `group_size`."""
+    """Raise ValueError unless `group_size` is at least 1 and divides the number of rows."""
     if group_size < 1 or rows % group_size:
         raise ValueError(
             f"group_size: {group_size} does not divide the {rows} rows into whole groups; "
@@ -84,7 +84,7 @@ def check_finite(rewards: Tensor) -> None:
 
 
 def centre(groups: Float[Tensor, "N G"]) -> Float[Tensor, "N G"]:
-    """Return rewards minus their group's mean; exactly 0 in a group of equal rewards, where a rounded mean is not."""
+    """Return rewards minus their group's mean: exactly 0 in a group of equal rewards, however their mean is rounded."""
     all_equal = (groups == groups[:, :1]).all(-1, keepdim=True)
     return torch.where(all_equal, 0.0, groups - groups.mean(-1, keepdim=True))
 

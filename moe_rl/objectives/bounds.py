@@ -66,7 +66,7 @@ Seed = Annotated[int, SEED]
 def unknown(name: str, value: object, allowed: Iterable[str]) -> str:
     """Return the error message for a name that is not in `allowed`.
 
-    The message gives the setting, the allowed names, the given name and the most similar allowed one.
+    The message gives the setting, the allowed names, the given name and the most similar allowed one, if any is close.
 
     >>> unknown("value.model", "heads", ("separate", "head"))
     "value.model: expected one of separate, head; got 'heads'. Did you mean 'head'?"

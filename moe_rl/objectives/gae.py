@@ -1,6 +1,6 @@
 """PPO with a value model: rewards of tokens, generalised advantages and the clipped value loss.
 
-GRPO was made to replace this baseline. Tokens under a False mask are skipped: the unmasked tokens of a
+GRPO was made to do without the value model. Tokens under a False mask are skipped: the unmasked tokens of a
 row are its time steps, in order, whatever lies between them. A response is an episode; after its last token
 the value is 0.
 """
@@ -104,7 +104,7 @@ def generalized_advantages(
 def whiten(
     advantages: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], eps: float | int = 1e-8
 ) -> Float[Tensor, "B T"]:
-    """Return advantages scaled to mean 0 and unbiased variance 1 over the unmasked tokens; 0 in padding.
+    """Return advantages normalised to mean 0 and unbiased variance 1 over the unmasked tokens; 0 in padding.
 
     PPO codes do this. Fewer than two tokens, or equal advantages, have no variance: the result is then 0 everywhere,
     whatever the rounding of their mean.

@@ -9,8 +9,8 @@ The keyword-only arguments of a gate are the fields of `Objective` that it reads
 `[B,T]` with its gradient, and `clipped [B,T]`, the tokens that the gate takes out of the gradient (they depend on the
 sign of the advantage; a zero advantage is never clipped). Bounds are strict: a ratio exactly on a bound is not clipped.
 
-The log-ratio of a clipped token is replaced before `exp`, so that a ratio that overflows gives neither a value nor a
-NaN gradient (0 * inf) if the clip removes the token anyway.
+The log-ratio of a clipped token is replaced before the `exp` that carries the gradient, so that a ratio that overflows
+gives neither a value nor a NaN gradient (0 * inf) if the clip removes the token anyway.
 
 Importance: the gate's slope in the token's log-ratio or log-probability, divided by the advantage, before clipped
 tokens are set to 0. By default the importance is the ratio; a gate with another slope registers a function of its own,
@@ -36,7 +36,7 @@ class Gated(NamedTuple):
     Fields:
         surrogate: of each token, with gradient.
         clipped: the tokens that the gate takes out of the gradient.
-        compared: the log-ratio by which the gate clips, positive above and negative below; None: the level's.
+        compared: the log-ratio reported as the gate's; its sign tells upper clips from lower ones. None: the level's.
     """
 
     surrogate: Float[Tensor, "B T"]
@@ -149,7 +149,7 @@ def gate(
     levels: tuple[str, ...] = (),
     importance: Callable[..., Tensor] | None = None,
 ) -> Callable[[Callable[..., Gated]], Callable[..., Gated]]:
-    """Return a decorator that registers a function as the gate `name`; the arguments are fields of `Gate`.
+    """Return a decorator that registers a function as the gate `name`; the other arguments are fields of `Gate`.
 
     Raises:
         ValueError: the name is another function's; an unknown `flow`.
@@ -159,7 +159,7 @@ def gate(
 
     def register(function: Callable[..., Gated]) -> Callable[..., Gated]:
         known = GATES.get(name)
-        if known and _place(known.surrogate) != _place(function):  # a rerun notebook cell may register again
+        if known and _place(known.surrogate) != _place(function):  # a rerun cell or reloaded module registers again
             raise ValueError(f"gate: {name!r} is registered already.")
         parameters = inspect.signature(function).parameters.values()
         knobs = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)

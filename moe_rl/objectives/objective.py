@@ -131,7 +131,7 @@ class Objective:
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """The optional arguments of `policy_loss` that this objective needs, by name.
+        """The names of the optional arguments of `policy_loss` that this objective needs.
 
         >>> sorted(Objective(kl_coef=0.04, anchor="rollout").needs)
         ['ref_logps', 'rollout_logps']

@@ -93,7 +93,7 @@ def get_objective(name: str) -> Objective:
     """Return the objective of the preset `name`.
 
     Raises:
-        ValueError: an unknown name; the message gives the most similar one.
+        ValueError: an unknown name; the message gives the most similar one, if any is close.
     """
     if name not in OBJECTIVES:
         raise ValueError(unknown("objective", name, OBJECTIVES))

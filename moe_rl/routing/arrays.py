@@ -24,7 +24,7 @@ def ids_from_engine(
 ) -> Int[Tensor, "B T L K"]:
     """Return ids of the routed layers, padded with -1, from one array `[rows, layers, K]` of all layers per sequence.
 
-    layers counts all hidden layers. An array may also be text of vLLM's server: base64 of a .npy file.
+    The layers axis counts all hidden layers. An array may also be text of vLLM's server: base64 of a .npy file.
     rows is the number of tokens of the sequence, or one less (the last sampled token was never fed back).
     mask: `[B,T]`, True where sequence b has a token; the routes go to the first `rows` True positions of its row.
     Without a mask, sequences are aligned left (padding on the right).

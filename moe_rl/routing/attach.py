@@ -15,7 +15,7 @@ class Attachment:
         self._attached = True
 
     def detach(self) -> None:
-        """Take the hooks off; if a context is still open, they go when it closes."""
+        """Take the hooks off; if a context or another attachment still uses them, they stay until the last one ends."""
         if self._attached:
             self._attached = False
             self._tap.users -= 1

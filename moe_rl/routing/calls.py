@@ -75,7 +75,8 @@ class Call:
         self.changed: bool | Tensor = False  # whether the cache was changed since the call before
 
     def goes_on(self, left: list[CacheState]) -> None:
-        """Find the state of this call's KV cache among `left`, and set `past`, `follows` and `changed` from it."""
+        """Find the state of this call's KV cache among `left`, and set `follows` and `changed` from it. `past` is set,
+        too, if the cache does not count its tokens."""
         before = None if self.cache is None else next((one for one in left if one.holds(self.cache)), None)
         if self.past < 0:  # a cache that does not count its tokens
             self.past = 0 if before is None else before.length
@@ -149,7 +150,7 @@ class Listener:
 
 
 class Step(NamedTuple):
-    """Results of one call: tensors `[B,S,...]`, behind `past` tokens of earlier calls on the same KV cache."""
+    """Results of one call: tensors `[B,S,...]`, behind the `past` tokens that the KV cache already held."""
 
     parts: tuple[Tensor, ...]
     past: int

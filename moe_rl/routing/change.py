@@ -14,9 +14,9 @@ gradient update, for the same sample; it states no denominator, the slot reading
 
 Everywhere here: `old` and `new` are `RoutedExperts`, or integer ids `[...,L,K]` with distinct ids in a row
 and -1 for "no route"; two RoutedExperts are aligned by site name, in the order of `old`. Slot order never
-matters, and every function is symmetric in `old` and `new`. A row without a route on either side compares as
-unchanged and is in no denominator. Rates come from `change_counts`, which keeps numerators and
-denominators. Nothing carries gradient.
+matters, and but for the order of sites every function is symmetric in `old` and `new`. A row without a route on
+either side compares as unchanged and is in no denominator. Rates come from `change_counts`, which keeps numerators
+and denominators. Nothing carries gradient.
 """
 
 import torch

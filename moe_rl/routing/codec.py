@@ -64,7 +64,7 @@ def without_gaps(values: Rows) -> Rows:
 
 
 def check_ascending(rows: Rows, num_experts: int, repeats: bool = False) -> None:
-    """Raise ValueError unless rows are all sentinel, or ascending ids below `num_experts` (`repeats`: or equal ids)."""
+    """Raise ValueError unless each row is all sentinel, or ascending ids below `num_experts` (`repeats`: or equal)."""
     live = np.iinfo(rows.dtype).max
     for start in range(0, len(rows), _ROWS):
         planes = planes_of(rows[start : start + _ROWS])

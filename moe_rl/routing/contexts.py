@@ -116,7 +116,7 @@ def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
 
 
 def taps_within(model: nn.Module) -> list[Tap]:
-    """Return the taps of a model and of its parts that are still alive (kept by a context or an attachment)."""
+    """Return the taps of a model and of its parts that are still alive, e.g. kept by a context or an attachment."""
     kept = (_TAPS[module]() for module in model.modules() if module in _TAPS)
     return [tap for tap in kept if tap is not None]
 

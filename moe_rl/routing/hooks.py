@@ -79,7 +79,7 @@ class Tap:
         self._readers: list[tuple[Any, int]] = []  # pre-hooks of the experts, and the id of ours
         self._with_router: set[int] = set()  # sites whose routers have hooks
         self._steered = False  # all routers have hooks, not only those that alone show the ids
-        self.resumed: dict[int, Call] = {}  # by thread: the Call of the segment that the thread runs again
+        self.resumed: dict[int, Call] = {}  # by thread: the Call of the checkpointed segment that the thread runs
         self._checkpointed: list[nn.Module] = []  # the modules that have, or may get, a checkpoint function
         self._followed: list[tuple[nn.Module, str]] = []  # replaced checkpoint functions
 
@@ -277,7 +277,7 @@ class Tap:
                 self.look(index, chosen, output)
 
     def look(self, index: int, chosen: Any, output: Any) -> None:
-        """Raise RoutingError if ids of another form do not show in the router's output. Once per context and site."""
+        """Raise RoutingError unless the router's output shows the chosen ids in a known form; once per context and site."""
         if index in self._looked or compiling():
             return
         self._looked.add(index)

@@ -62,10 +62,10 @@ def tokens_in(cache: Any) -> int:
 
 @no_type_check
 def _places(cache: Any) -> list[Any] | None:
-    """Return the identity and state of every tensor in the layers of a cache, or None if torch does not tell these. For
-    each tensor: what it is (or is a view of), how often that was written to, and which row of it is the first. Cropping
-    changes none of these, along whichever axis the tokens are. torch does not tell in inference mode and under
-    torch.func."""
+    """Return the identity and state of every tensor in the layers of a cache; None without tensors, or if torch does
+    not tell. For each tensor: what it is (or is a view of), how often that was written to, and which row of it is the
+    first. Cropping changes none of these, along whichever axis the tokens are. torch does not tell in inference mode
+    and under torch.func."""
     found: list[Any] = []
     for layer in getattr(cache, "layers", ()):
         for value in vars(layer).values():

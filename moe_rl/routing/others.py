@@ -30,8 +30,8 @@ class FromOthers:
     """Mixin of `RoutedExperts`: the constructors `from_*`.
 
     `config_or_sites` names the sites. A model's configuration (or a folder or hub id that has the configuration, or the
-    model) also gives their numbers of experts, without loading weights; a list of names needs `num_experts`, whose
-    default is the largest id plus one.
+    model) also gives their numbers of experts, without loading weights; with a list of names, pass
+    `num_experts`. Its default is the largest id plus one (`from_flame`: 64).
     """
 
     @classmethod

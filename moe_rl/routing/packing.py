@@ -100,7 +100,7 @@ def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
 
 
 def as_tensor(values: Any, name: str) -> Tensor:
-    """Return arrays and lists as tensors on the CPU. Raises RoutingError for anything but arrays of numbers."""
+    """Return tensors as they are, arrays and lists as CPU tensors. Raises RoutingError for anything but numbers."""
     if isinstance(values, Tensor):
         return values
     if isinstance(values, np.ndarray):  # torch takes neither reversed arrays nor another machine's byte order
@@ -113,7 +113,7 @@ def as_tensor(values: Any, name: str) -> Tensor:
 
 
 def check_integers(ids: Tensor) -> None:
-    """Raise RoutingError for values that cannot be ids, but would be taken for some when rounded."""
+    """Raise RoutingError for ids of a dtype that is not integer: rounded values would count as ids."""
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise RoutingError(f"expected integer expert ids [...,L,K], got {ids.dtype}: router logits or gate weights?")
 
@@ -157,10 +157,10 @@ def differing_rows(
 ) -> tuple[Int[Tensor, " D"], UInt[Tensor, " D"], Bool[Tensor, " N"] | None]:
     """Return indices of rows whose sets differ, K - |old ∩ new| of each, and which rows are routed on both sides.
 
-    The last is None if all rows have a route on both sides. Rows are first compared as machine words, 16 bytes read and
-    one written for K = 8 of up to 255 experts. Only the rows that differ, because of other sets or only of another
-    order, are then compared slot by slot. Rows in ascending order, and others where the order stayed, therefore cost
-    little more than reading them.
+    A row without a route on either side does not count as differing. The last is `[N]` bool, or None for all rows. Rows
+    are first compared as machine words, 16 bytes read and one written for K = 8 of up to 255 experts. Only the rows
+    that differ, because of other sets or only of another order, are then compared slot by slot. Rows in ascending
+    order, and others where the order stayed, therefore cost little more than reading them.
     """
     a, b = (compact(x) if x.dtype.is_signed else x for x in (old, new))
     if a.dtype != b.dtype:  # their sentinels differ

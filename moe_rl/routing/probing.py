@@ -50,7 +50,8 @@ class Seen:
         return [value for _, arguments in self.arrived for value in arguments.values()]
 
     def arrival_of(self, ids: Tensor) -> tuple[str, int | str] | None:
-        """Return the module beside the router that is called once with just these ids, and their place; else None."""
+        """Return the name of the module beside the router that is called once with just these ids, and which argument
+        they are; None if there is no such module."""
         names = [name for name, _ in self.arrived]
         for name, arguments in self.arrived:
             for place, value in arguments.items():

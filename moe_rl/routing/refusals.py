@@ -239,8 +239,8 @@ def other_tokens(known: Tensor, given: Tensor, wrong: Tensor, past: int) -> Rout
 
 
 def bare_padding(bare: Tensor, past: int) -> RoutingError:
-    """Return the error of padding that is hidden no more. bare: `[B,S]`, tokens in front of others that the recorded
-    call hid, and this one does not."""
+    """Return the error of padding that is hidden no more. bare: `[B,S]` bool, padding in front of other tokens that was
+    hidden in the recorded call and is not in this one."""
     b, t = bare.nonzero()[0].tolist()
     return RoutingError(
         f"these routes were recorded with an attention mask that hides {int(bare.sum())} tokens of padding in front of "

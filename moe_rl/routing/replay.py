@@ -68,7 +68,7 @@ class Replay(Listener):
         self._choices = sum(not site.fixed for site in tap.sites)
         self._all_rows = 0
         self._beyond = 0  # rows of last sampled tokens, which the routes do not reach
-        self._rows_kept: int | Tensor = 0  # a tensor if counted on the device; read only when asked for
+        self._rows_kept: int | Tensor = 0  # a tensor if rows had to be counted; read only when asked for
         self.reached = False  # whether any call of the model began inside the context
 
     # -- during a call ------------------------------------------------------------------------------------------------

@@ -294,7 +294,8 @@ def record_router_logits(model: nn.Module) -> Iterator[RouterLogits]:
 
 
 def _with_logits(model: nn.Module) -> tuple[Tap, list[str]]:
-    """Return `acquire(model)`. Raises UnsupportedModelError if a router's logits are not made by one linear map."""
+    """Return `acquire(model)`. Raises UnsupportedModelError if a router's logits are not made by one linear map, and
+    RoutingError inside another context that runs routers once more."""
     tap, names = acquire(model)
     for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
         if probe.logits < 0 and not site.fixed:

@@ -48,7 +48,7 @@ class RoutedExperts(FromOthers, Moved, Stored):
 
     def __init__(
         self,
-        ids: Tensor | np.ndarray | Sequence[Any],  # no shapes: `pack_checked` checks ids
+        ids: Tensor | np.ndarray | Sequence[Any],  # no shape annotation: `pack_checked` checks ids
         sites: Sequence[str],
         num_experts: int | Sequence[int] | np.integer | np.ndarray | Tensor,
         *,

@@ -140,8 +140,8 @@ def _output_ids(seen: Seen, probe: Selector) -> Tensor:
 
 
 def _same_output(tap: Tap, plain: Tensor, own: list[Tensor], batch: int, length: int) -> None:
-    """Raise UnsupportedModelError if replaying the model's own routes changes its output. No bit may change, or no more
-    than the noise of kernels that are not deterministic."""
+    """Raise UnsupportedModelError if the model's own routes, when forced, are not used or change its output. No bit may
+    change, except by at most 8 times the noise of kernels that are not deterministic."""
     forced = [ids.reshape(-1, p.k) for ids, p in zip(own, tap.probes, strict=True)]
     output, used = forced_forward(tap, forced, batch, length)
     for index, (chosen, ids) in enumerate(zip(used, forced, strict=True)):
@@ -194,9 +194,10 @@ def _check_gates(
     """Raise UnsupportedModelError unless gates of forced experts come from their own scores, whatever the live choice.
 
     The same experts are forced twice, with the same logits: once the logits of all others are lower, so that the forced
-    experts are the live choice, and once they are higher than those of all but the first forced experts. No gate may be
-    zero (at such logits a zero is no underflow but a mask), and the share of each gate in the sum of its row must be
-    the same. With one expert per token only zeros can be detected: a softmax over all experts may change its gate.
+    experts are the live choice, and once they are higher than those of all but the first few forced experts. No gate
+    may be zero (at such logits a zero is no underflow but a mask), and the share of each gate in the sum of its row
+    must be the same. With one expert per token only zeros can be detected: a softmax over all experts may change its
+    gate.
     """
     runs = []
     for others in (-1.0, 1.0):
@@ -244,7 +245,7 @@ def _gates(seen: Seen, kept: Tensor) -> list[Tensor]:
 
 def _settable(probes: list[Selector], forced: list[Tensor], others: float) -> Any:
     """Return a function from a router's index to a mode that sets the logits of this router. The logits of all other
-    experts are below those of the forced experts or, if `others` > 0, above all but the first of those."""
+    experts are below those of the forced experts or, if `others` > 0, above all but the first few of those."""
 
     def mode(index: int) -> TorchFunctionMode:
         probe, ids = probes[index], forced[index]

@@ -1,5 +1,5 @@
 """Readers of routing traces on disk: Megatron-LM's JSONL, FLAME-MoE's Parquet, slime's dumps of rollouts. Megatron and
-FLAME traces are larger than memory, so only the part asked for is kept."""
+FLAME traces may be larger than memory, so only the part asked for is kept."""
 
 import json
 import os
