@@ -204,7 +204,7 @@ def register_experts() -> tuple[str, ...]:
 
 
 def check_experts_name(name: str | None) -> None:
-    """Raise UnsupportedExpertsError for an experts implementation that transformers does not know. None, its default, passes.
+    """Raise UnsupportedExpertsError for an implementation that transformers does not know. None, its default, passes.
 
     Raises:
         UnsupportedExpertsError: naming the implementations that transformers knows.

@@ -277,7 +277,7 @@ class Tap:
                 self.look(index, chosen, output)
 
     def look(self, index: int, chosen: Any, output: Any) -> None:
-        """Raise RoutingError unless the router's output shows the chosen ids in a known form; once per context and site."""
+        """Raise RoutingError unless the router's output shows the chosen ids in a known form; once per context."""
         if index in self._looked or compiling():
             return
         self._looked.add(index)
