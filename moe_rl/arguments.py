@@ -70,7 +70,7 @@ def load(path: Path | None, merged: bool = False) -> Any:
 
 def arm_and_seed(given: Given) -> tuple[str | None, int | None]:
     """Return the values of --arm and --seed, None for a missing one. Exits with a list of the arms if the study has
-    several and --arm is missing."""
+    several and --arm and --help-all are missing."""
     import tyro
 
     from moe_rl.study.shipped import outline
@@ -180,8 +180,9 @@ def _lines_joined() -> Iterator[None]:
 
 
 def _custom_types() -> Any:
-    """Return tyro's registry with two more types: engine corrections, written as --method.corrections token_mask:0.5:5
-    token_truncate:2, and paths, in which `~` is expanded because the shell leaves it alone in --output=~/runs."""
+    """Return a tyro registry with rules for two types: engine corrections, written as --method.corrections
+    token_mask:0.5:5 token_truncate:2, and paths, in which `~` is expanded because the shell leaves it alone in
+    --output=~/runs."""
     import tyro
 
     registry = tyro.constructors.ConstructorRegistry()
@@ -189,7 +190,7 @@ def _custom_types() -> Any:
     @registry.primitive_rule
     def rule(info: Any) -> Any:
         kind = info.type
-        if getattr(kind, "__name__", "") == "Correction":  # compared by name, because the help must not import torch
+        if getattr(kind, "__name__", "") == "Correction":  # compared by name, so that no torch is imported here
             metavar, made = "KIND:[LOW:]HIGH", kind.parse
         elif kind is Path:
             metavar, made = "PATH", lambda word: Path(word).expanduser()

@@ -124,8 +124,9 @@ def other_size(folder: Path, written: Mapping[str, int]) -> str:
 
 
 def unreadable_weights(folder: Path) -> str:
-    """Return a message about the first file of a model's weights in a folder that is missing or cannot be read; empty
-    if there is none, or there is no such folder."""
+    """Return a message about the first file of a model's weights in a folder that is missing or, if it is a safetensors
+    file or an index, cannot be read, or about a folder without weights; empty if nothing is wrong, or there is no such
+    folder."""
     if not folder.is_dir():
         return ""
     for whole in ("model.safetensors", "pytorch_model.bin"):  # the order in which transformers looks for them

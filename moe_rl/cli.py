@@ -1,6 +1,7 @@
 """The command line, `moe-rl COMMAND ...`: `moe_rl.usage.SUMMARY` says what each command does.
 
-Help pages and messages about wrong usage are printed before torch is imported.
+The first pages of help, and messages about a wrong command or study file, are printed before torch is imported;
+`--help-all` and messages about wrong options of `study` and `run` are printed after.
 """
 
 import importlib.util

@@ -137,7 +137,7 @@ def _lock(file: TextIO, folder: Path, command: str) -> None:
 
 
 def still_written(folder: Path) -> bool | None:
-    """Return whether the last `sole_writer` of a folder still runs; None if that cannot be told: there never was one,
+    """Return whether the last `sole_writer` of a folder still has it; None if that cannot be told: there never was one,
     or it is on another machine, or this is Windows. A process that was killed is recognised by its number, which
     another process may have by now."""
     try:

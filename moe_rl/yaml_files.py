@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 LARGEST = 100_000
-"""Most values in a file, those behind aliases counted each time: a few lines of aliases can stand for more values than
-any memory holds."""
+"""Most nodes (keys, values, lists and mappings) of a file, those behind aliases counted each time: a few lines of
+aliases can stand for more values than any memory holds."""
 
 
 DEEPEST = 100
@@ -27,7 +27,7 @@ def parse_yaml(text: str | bytes) -> Any:
 
     Raises:
         YamlError: the text is not YAML, has a mapping with a repeated key (one of the values would be lost), has more
-            than `LARGEST` values, or is nested deeper than `DEEPEST`.
+            than `LARGEST` nodes, or is nested deeper than `DEEPEST`.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
@@ -53,7 +53,7 @@ else:
 
 class _Loader(_Safe):
     """The safe loader, without repeated keys (the second would win, and a field would vanish) and with at most
-    `LARGEST` values."""
+    `LARGEST` nodes."""
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()

@@ -147,13 +147,13 @@ def routed(
     sites: Sequence[str],
     experts: Sequence[int],
 ) -> tuple[Bool[np.ndarray, "B T"], list[Finding]]:
-    """Return a bool mask of the tokens that have a route at every site, and findings on all other rows and odd ids.
+    """Return a bool mask of the tokens that have a route at every site, and findings on the others and on odd ids.
 
-    The findings say which tokens have no route and why, and which ids no router gives. A row of several zeros is no
-    route, because a router chooses K different experts. A single zero (K = 1) may be expert 0: it counts as no route
-    only if a token has 0 at all of at least FEW_SITES sites. lengths: tokens of each sequence. tables: True for
-    hash-routed sites, whose rows may be zeros and may repeat an expert. sites, experts: name and number of experts of
-    each site."""
+    The findings say which tokens have no route and why, but for the last token of a sequence, and which ids no router
+    gives. A row of several zeros is no route, because a router chooses K different experts. A single zero (K = 1) may
+    be expert 0: it counts as no route only if a token has 0 at all of at least FEW_SITES sites. lengths: tokens of each
+    sequence. tables: True for hash-routed sites, whose rows may be zeros and may repeat an expert. sites, experts: name
+    and number of experts of each site."""
     L, K = ids.shape[2:]
     zero: Any = (ids == 0).all(-1)
     live: Any = (ids == -1).any(-1) & rows[..., None]

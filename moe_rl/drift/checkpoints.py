@@ -46,7 +46,7 @@ _NO_MATTER = re.compile(
     "|quantization|auto_map|pretraining_tp|gradient"
 )
 _BY_POSITIONS = re.compile("dynamic|longrope|yarn")
-"""Kinds of rotary frequencies that may depend on the maximal number of positions; only with them it is compared."""
+"""Kinds of rotary frequencies that may depend on the maximal number of positions; only with these is it compared."""
 SAMPLE = ("The quick brown fox.", " 12+34=46\n", "(a*b) - c_d", "naïve Ω 漢字 🙂")
 CHECKPOINT = "checkpoint"
 """Name of the folder in a run folder of moe_rl that holds its model."""
@@ -154,9 +154,9 @@ def named(which: str) -> Iterator[None]:
 def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_remote_code: bool = False) -> Checkpoints:
     """Raise DriftError if checkpoints cannot be compared, else return what is known about them.
 
-    Configurations, tokenizers and names of files are looked at; no weights are read. sources: the name of each
-    checkpoint in messages (OLD, NEW) -> its place; all are compared with the first. tokenizer: the path of one that
-    serves all; None takes theirs, which must agree.
+    Configurations, tokenizers, and names and headers of files are looked at; no weights are read. sources: the name of
+    each checkpoint in messages (OLD, NEW) -> its place; all are compared with the first. tokenizer: the path of one
+    that serves all; None takes theirs, which must agree.
     """
     (first, source), *others = sources.items()
     a = _skeleton(first, source.base, trust_remote_code)

@@ -286,7 +286,7 @@ def _counted(
         try:
             for side, ids in (("old", old), ("new", new)):
                 whole[side] = RoutedExperts(ids, sites, experts, meta={"hash_routed": fixed})
-        except RoutingError as error:  # an id that no expert has, or an expert twice in a row
+        except RoutingError as error:  # an id that no expert has, or one row that names an expert twice
             whole, why = {}, str(error)
     for side, routes in whole.items():
         balance = balance_metrics(expert_load(routes, mask))

@@ -63,7 +63,7 @@ def _best_place(
         rate = float(agree.mean()) if held.any() else 0.0
         found.append((rate, tokens, start))
     (best, tokens, start), (second, *_), _ = sorted(found, key=lambda each: -each[0])
-    if best - second <= 3 * (0.5 / mine.size) ** 0.5:  # the most that two rates of so many slots differ by chance
+    if best - second <= 3 * (0.5 / mine.size) ** 0.5:  # the most by which two rates of so many slots differ by chance
         raise DriftError(
             f"{name}: {many}, which fit no tokens clearly (the best place agrees in {percent(best)} of slots, the next "
             f"in {percent(second)}). Give every token a row, of -1 where it has no route"

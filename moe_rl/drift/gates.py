@@ -1,7 +1,8 @@
 """Swapped routers: those of one checkpoint on the body of another, to see which of the two moves the selection.
 
 {old, new} routers x {old, new} body give four sets of routes for the same tokens. What new routers change on the old
-body comes from the routers; what old routers change on the new body comes from its hidden states.
+body comes from the routers; if old routers choose differently on the new body than on the old one,
+that comes from the new body's hidden states.
 """
 
 from collections.abc import Iterator, Mapping

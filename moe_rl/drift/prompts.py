@@ -240,7 +240,8 @@ def _open_ids(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def _chat(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
-    """Return a chat as text up to the last turn of the assistant ("" if it does not end with one), and as a whole.
+    """Return a chat as text up to the last turn of the assistant ("" if it does not end with one, or has nothing else),
+    and as a whole.
 
     Some templates open an answer with a thought, and leave that out of past answers: there the answer begins with the
     header of its turn. Raises DriftError: the whole does not begin with the first part.

@@ -50,7 +50,8 @@ class SiteRow:
 
 
 CLEAR = 0.2
-"""How much the share of slots that agree must exceed the share by chance to be clearly no chance."""
+"""How much the share of slots that agree must exceed the share by chance to be clearly no chance; `clearly` asks for
+less if the share by chance is above 0.6."""
 UNTOLD = "not told apart"
 """Name of the fault of routes that agree no better than routes of other tokens do."""
 
@@ -215,7 +216,7 @@ def _overlap_anywhere(rows: np.ndarray, model: np.ndarray) -> float:
 
 
 def _comparable(captured: Captured, own: OwnRoutes, expected: tuple[int, ...]) -> TokenRows:
-    """Return the rows that have a route at every layer that holds any, with findings on all others.
+    """Return the rows that have a route at every layer that holds any, with findings on the others.
 
     expected: the captured layer of each site, -1 for none.
     """
@@ -253,9 +254,10 @@ def search(work: TokenRows, own: OwnRoutes, expected: tuple[int, ...]) -> tuple[
 
 
 def _other_requests(work: TokenRows, own: OwnRoutes, best: Explanation) -> tuple[int, float]:
-    """Return the number of rows that can be compared, and the share of slots that agree with routes of other tokens.
+    """Take prefixes with routes of other requests out of `work`, with a fault.
 
-    Prefixes with routes of other requests are then taken out of `work`, with a fault."""
+    Returns the number of rows that are left and can be compared, and the share of slots that agree with routes of
+    other tokens, measured before."""
     agree = _by_token(work, own, best)
     kept = agree >= 0
     good = float(np.median(agree[kept])) if kept.any() else 0.0

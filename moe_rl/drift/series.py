@@ -1,7 +1,7 @@
 """The comparison of a series of checkpoints on one text: each with the first, and with the one before it.
 
 One model is in memory at a time. The first is loaded twice: at the beginning, and at the end, with the routers of every
-other checkpoint. Results are on disk after every checkpoint, in OUTPUT.partial, which becomes OUTPUT at the end.
+other checkpoint. Results are on disk from the second checkpoint on, in OUTPUT.partial, which becomes OUTPUT at the end.
 """
 
 import json
@@ -84,7 +84,7 @@ class CheckpointChange:
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes over the text, one or two for each checkpoint.
+    """The passes over the text: one with each checkpoint and, for swapped routers, a second one with the first.
 
     loads: a function for each checkpoint that loads its model. cache: a folder for the routes and log-probabilities of
     two checkpoints. tick: is called after every batch."""

@@ -13,7 +13,7 @@ from moe_rl.study.data import FIELDS, StudyData
 def study_alarms(data: StudyData) -> dict[tuple[str, int], RunAlarms]:
     """Return (arm, seed) -> the alarms of that run.
 
-    The thresholds and additional alarms of the study come before those of `ALARMS`.
+    The study's own thresholds stand in place of those of `ALARMS`; alarms that the study adds come after them.
     """
     alarms = alarms_of(data.config.get("alarms"))
     found = {(run.arm, run.seed): RunAlarms(alarms, run.responses == "policy") for run in data.runs}

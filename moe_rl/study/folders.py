@@ -177,7 +177,7 @@ _RUN = "\0run"  # key of the run's number in a row: no metric has such a name
 def kind_table(kind: str, rows: list[dict[str, Any]], runs: list[Run]) -> pd.DataFrame:
     """Return all runs' rows of a kind as one table, in the order of runs and keys.
 
-    Of repeated rows the last is kept, and the run gets a note in `runs`.
+    Of repeated rows the last is kept, and the run gets a note in `runs`, unless `rollout.lag` explains the repetition.
     """
     keys = ["step", *ROWS[kind]]
     if not rows:
@@ -277,7 +277,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_parquet(path: Path) -> "pyarrow.Table":
-    """Read a Parquet file; raise StudyDataError naming the file if it is damaged."""
+    """Read a Parquet file; raise StudyDataError naming the file if it cannot be read or is damaged."""
     try:
         return read_table(path)
     except DamagedTableError as error:

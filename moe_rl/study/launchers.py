@@ -36,7 +36,7 @@ class Launcher(Protocol):
         """
 
     def leave(self) -> None:
-        """End the launcher's work, because the study goes no further."""
+        """Let go of all runs, because the study goes no further: end them, or leave jobs of Slurm alone."""
 
 
 class Processes:

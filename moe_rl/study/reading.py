@@ -20,7 +20,8 @@ from moe_rl.study.statistics import ALPHA, FEWEST, INTEREST, VERDICT_RULES, Verd
 from moe_rl.study.words import Statement, count, listed, minus, probability, span
 
 MANY = 6
-"""With more comparisons than this, only verdicts "higher" and "lower" are told one by one; the others are counted."""
+"""With more comparisons of one condition than this, only verdicts "higher" and "lower" are told one by one; the others
+are counted."""
 
 
 def rules(interest: float = INTEREST) -> list[str]:

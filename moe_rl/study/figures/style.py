@@ -181,8 +181,8 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
 
 
 def inches(label: str, points: float | int = 8) -> float:
-    """Return the width in inches of a label in letters of so many points (those of a legend), as it is drawn: capitals
-    are wide, formulas are short."""
+    """Return the width in inches of a label in letters of so many points (those of a legend), as computed: capitals are
+    wide, formulas are short. On whole pixels it is drawn a little wider (`moe_rl.study.figures.rows.DRAWN`)."""
     font = FontProperties(size=points)
     _warn_of_lacking_letters(label)
     lines = [(line, bool(is_math_text(line))) for line in label.split("\n")]

@@ -126,8 +126,8 @@ def flip_ratio(data: StudyData, formats: dict[str, tuple[str, bool]]) -> str | N
 
 def engine_format(config: dict) -> tuple[str, bool]:
     """Return the format of a run's rollout engine (that of its weights if these are rounded), and whether training too
-    uses a dtype other than float32 or rounded weights. The format is empty if the model itself samples or routers are
-    rounded."""
+    uses a dtype other than float32 or rounded weights. The format is empty unless a copy of the model samples (`hf`)
+    whose routers are not rounded."""
     engine = section(config, "rollout", "engine")
     if engine.get("kind") != "hf" or engine.get("router_format"):
         return "", False
