@@ -61,8 +61,8 @@ class ReplayTrainer(Trainer):
     ) -> None:
         """Set up the measurements, after the trainer is made.
 
-        Raises RoutingError for settings under which there is nothing to measure. one_update: allow one update per
-        batch, because something else is measured."""
+        Raises RoutingError for settings under which nothing can be measured, or a run folder's rows would be wrong.
+        one_update: allow one update per batch, because something else is measured."""
         if not one_update:
             refuse_one_update(self.args, self.num_iterations)
         if run_folder is not None:
@@ -124,10 +124,11 @@ class ReplayTrainer(Trainer):
     def _replayed_loss(
         self: Any, model: nn.Module, old: OldPolicy, found: Minibatch, real: Tensor, loss_of: Callable[[], Any]
     ) -> Any:
-        """Return the loss of a minibatch under the routes of the old policy `old`, and prove that all were replayed.
+        """Return the loss of a minibatch whose old policy is `old`, under its routes unless `replay` is "none".
 
         `found` is filled with the measurements. real: `[B,T]`, true on real tokens. Raises RoutingError if not all
-        rows with a route were replayed, or the loss did not call the model exactly once."""
+        rows with a route were replayed, if the loss did not call the model exactly once, or if, before any weight
+        moved, more slots than `first_change_tolerance` differ from the old policy's choice."""
         first = self._taken == old.step  # no weight has moved since it was scored
         now: RoutedExperts | None = None
         self._forwards = []
@@ -370,7 +371,9 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a configuration can hold a value: a number, a string, None, or lists and dicts of these."""
+    """Return whether a configuration can hold a value: a number, bool, string or None, or lists and dicts of these.
+
+    Keys of dicts must be strings."""
     if isinstance(value, dict):
         return all(isinstance(name, str) and is_plain(part) for name, part in value.items())
     return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
@@ -378,7 +381,7 @@ def is_plain(value: Any) -> bool:
 
 def about_model(model: Any) -> dict[str, Any]:
     """Return what comparable arms must share: the model's path and class, and its number of trained parameters."""
-    core = model.get_base_model() if hasattr(model, "get_base_model") else model  # the model inside
+    core = model.get_base_model() if hasattr(model, "get_base_model") else model  # the model inside PEFT's
     return {
         "path": getattr(getattr(core, "config", None), "name_or_path", None) or None,
         "class": type(core).__name__,

@@ -16,7 +16,7 @@ KINDS = ("none", "R2", "R3")
 
 @dataclass(frozen=True, eq=False)
 class OldPolicy:
-    """Routes of the old policy, which computed a batch's old log-probabilities.
+    """The old policy, which computed a batch's old log-probabilities: its choice, and the routes an update replays.
 
     routes: the routes that an update replays, `[B,T,L,K]`: under R2 the old policy's own, under R3 those of the engine
         that sampled.

@@ -201,7 +201,8 @@ class _RoutingReplay(ReplayTrainer):
     def _probes_of(self: Any, scoring: Scoring, output: dict[str, Any]) -> list[ProbeBatch]:
         """Return probes of sequences spread over the batch, in TRL's chunks, with the old policy's live scores.
 
-        With R3 or `measure_engine`, also measure how far the old policy is from the engine that sampled."""
+        With R3 or `measure_engine`, raise RoutingError for shifted routes and, if there are probes, measure how far the
+        old policy is from the engine that sampled."""
         size, mask = len(scoring.logps), output["completion_mask"] * output.get("tool_mask", 1)
         sampled: RoutedExperts | None = None
         if self._listening:

@@ -143,7 +143,8 @@ def compare(
         tick: called after every batch.
 
     Raises:
-        CannotRun: the variant would change nothing for these texts, or kernels or memory do not allow it.
+        CannotRun: no token is measured; there is no padding to move, or each batch is one sequence ("batch_1...");
+            log-probabilities are not finite; or kernels or memory do not allow it.
         ValueError: the first token of a sequence is to be measured.
     """
     for text in texts:
@@ -241,7 +242,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(variant: str, text: TokenBatch) -> list[_Piece]:
-    """Return the forwards in which a variant scores the text; empty if they would be the reference's."""
+    """Return the forwards of a variant; none if no padding moves ("padding_..."), or for one row ("batch_1...")."""
     size = len(text.input_ids)
     if variant.startswith("padding_"):
         moved = repadded(text, variant.removeprefix("padding_"))

@@ -60,10 +60,10 @@ class Decomposition:
         new: f(new weights, new routes).
         mask: True on the tokens that are measured.
         old_routes, new_routes_taken: the routes that each model chose live, for all tokens.
-        site_alone: per routing site l, f(new weights; new routes at l, old routes elsewhere) - f(new, old): the
-            effect of replaying all sites but one. None without `per_site`.
-        site_last: per routing site l, f(new, new) - f(new weights; old routes at l, new routes elsewhere): the
-            effect of replaying one site alone. All other sites are held at their recorded routes, so that only site l
+        site_alone: per routing site l, f(new weights; new routes at l, old routes elsewhere) - f(new, old): what is
+            left of the replay effect when all sites but l are replayed. None without `per_site`.
+        site_last: per routing site l, f(new, new) - f(new weights; old routes at l, new routes elsewhere): what
+            replaying site l alone removes. All other sites are held at their recorded routes, so that only site l
             differs. With two sites, `site_alone[0] + site_last[1]` is the whole effect; in general neither sums to it.
     """
 

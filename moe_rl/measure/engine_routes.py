@@ -21,7 +21,7 @@ def refuse_shifted(
     """Raise RoutingError if a sampling engine's routes are shifted by one token against the policy's at equal weights.
 
     Routes shifted by one token have the right shape and replay without an error, at a replayed fraction of 1. Only the
-    first site is compared: its routers' choices do not depend on other routes.
+    first site is compared: its router's choices do not depend on other routes.
 
     Args:
         engine, own: routes `[B,T,L,K]` of the same tokens; rows of -1 are not counted.
@@ -29,7 +29,8 @@ def refuse_shifted(
         sums: adds a tensor over all processes, so that all of them refuse or none.
 
     Raises:
-        RoutingError: after a shift by one token, less than half as many slots differ as without it.
+        RoutingError: after a shift by one token, the share of slots that differ is less than half of that without it,
+            over at least `FEWEST_TOKENS` rows.
     """
     found = [_changed(engine.site_ids(0), own.site_ids(0), tokens, shift) for shift in SHIFTS]
     changed, rows = sums(torch.stack(found).double().cpu()).unbind(1)

@@ -90,7 +90,8 @@ def token_logps(
         ValueError: a mask of another shape, or of other values than 0 and 1; a completion token lies on padding, or
             right behind padding within its sequence; several sequences in a row, in a model that does not keep them
             apart; temperature or chunk size is not positive; the model has no load-balancing loss; `shared` is of
-            another batch, or is combined with `aux_loss`, `router_logits` or `position_ids`.
+            another batch, is combined with `aux_loss`, `router_logits` or `position_ids`, or has sequences or rows too
+            long for the model to attend as its mask says.
         TypeError: `model` holds no transformers model with an output head.
         RuntimeError: another thread is in `token_logps` of this model.
 

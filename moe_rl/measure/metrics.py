@@ -212,7 +212,7 @@ def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tens
       router-logit units (nearest rank), without a selection bias.
     - `shift_over_margin`: median of (largest change of a logit after subtracting the mean change) over half the old
       margin; a choice with a value below 1 could not have changed, unless groups of experts are chosen first.
-    Without tokens, or if all experts are chosen, margins and shift are left out.
+    Without tokens, or if at any site all experts are chosen, margins and shift are left out.
     """
     pairs = list(zip(old, new, strict=True))
     if not pairs:
@@ -233,6 +233,8 @@ def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tens
 
 def as_logits(scores: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows E"]:
     """Return a model's `router_logits` as logits: some families (Gemma 4) return a softmax, and get its logarithm.
+
+    A softmax is told by its values: none is negative, and every row sums to 1.
 
     >>> as_logits(torch.tensor([[0.25, 0.75]])).softmax(-1)
     tensor([[0.2500, 0.7500]])

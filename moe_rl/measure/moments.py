@@ -57,7 +57,7 @@ class Variance:
     """The variance of a log-ratio split into its three parts, at one level (token or sequence).
 
     Σ variance + 2 Σ covariance = total, exactly. `share` is Cov(part, log r) / Var(log r): each part gets half of its
-    covariances. Shares sum to 1; one is negative if its part works against the others.
+    covariances. Shares sum to 1; one may be negative, of a part that works against the others.
     """
 
     moments: Moments

@@ -26,7 +26,8 @@ _APART: "weakref.WeakKeyDictionary[PreTrainedModel, set[tuple[str, bool]]]" = we
 def refuse_leak(model: nn.Module, lm: PreTrainedModel, evaluating: AbstractContextManager[None], single: bool) -> None:
     """Raise ValueError unless a model keeps the sequences of a row apart.
 
-    `leak` tests it, once per model and attention, inside the context `evaluating`."""
+    `leak` tests it inside the context `evaluating`; a model that passed is not tested again with the same attention
+    and the same `single`."""
     passed, key = _APART.setdefault(lm, set()), (str(lm.config.get_text_config()._attn_implementation), single)
     if key in passed:
         return

@@ -60,7 +60,8 @@ def gap_metrics(
 ) -> dict[str, Tensor]:
     """Return how far two scorings of the same tokens are apart: metrics of d = logps - other (nats) and r = exp(d).
 
-    `names`: which of `ratio_metrics`; if `other` is mu, the engine that sampled, k3 estimates KL(mu || pi). `extreme_fraction`: F(2) of R3 (arXiv 2510.11370), the share of tokens with max(r, 1/r) > 2.
+    `names`: which of `ratio_metrics`; if `other` is mu, the engine that sampled, k3 estimates KL(mu || pi).
+    `extreme_fraction`: F(2) of R3 (arXiv 2510.11370), the share of tokens with max(r, 1/r) > 2.
     `var_token`, `var_sequence`: variance of d over tokens, and of its mean over each sequence (log s of arXiv
     2507.18071, eq. 7) over sequences; the quotient of the two would be the mean length if tokens were independent.
     """
@@ -80,9 +81,9 @@ def mismatch_metrics(
 ) -> dict[str, Tensor]:
     """Return how far the training engine's scores (`logps`) are from the sampler's, by NeMo-RL's and verl's metrics.
 
-    - NeMo-RL: `token_mult_prob_error` = mean e^|d| (suspicious above 1.05); `seq_mult_prob_error_{min,mean,max}`, of the
-      means of e^|d| over each sequence; `policy_kl_error` = mean(1/w - 1 + d); `js_divergence_error`, with m = (pi + mu)/2 the mean
-      of (pi/m - 1 - log(pi/m))/2 + (mu/m - 1 - log(mu/m))/2; `sampling_importance_ratio` = mean w
+    - NeMo-RL: `token_mult_prob_error` = mean e^|d| (suspicious above 1.05); `seq_mult_prob_error_{min,mean,max}`, of
+      the means of e^|d| over each sequence; `policy_kl_error` = mean(1/w - 1 + d); `js_divergence_error`, with m =
+      (pi + mu)/2 the mean of (pi/m - 1 - log(pi/m))/2 + (mu/m - 1 - log(mu/m))/2; `sampling_importance_ratio` = mean w
     - verl: `rollout_probs_diff_{mean,max,std}` of |pi - mu| (std with divisor n-1), `rollout_actor_probs_pearson_corr`
       of pi and mu; over sequences of their mean log-probabilities: `log_ppl_diff` = mean(log mu - log pi),
       `log_ppl_abs_diff`, `ppl_ratio` = mean e^(log mu - log pi), `training_ppl`, `rollout_ppl`; `chi2_seq` = mean
@@ -137,8 +138,8 @@ def importance_weight_metrics(
     `rollout_is_eff_sample_size` = 1 / mean((v / mean v)²) with v = min(w, high): a fraction of the tokens;
     `rollout_is_seq_max_deviation`: the largest |mean over a sequence of min(w, high) - 1|. w is bounded at e^±20 first.
     The formulas are those of verl 0.10.0.dev (verl/trainer/ppo/rollout_corr_helper.py, `compute_is_metrics`), but for
-    `oob_ratio`, which verl has for IcePop's bounds alone. Older versions bounded v from below, too, so that the effective
-    sample size could not get small.
+    `oob_ratio`, which verl has for IcePop's bounds alone. Older versions bounded v from below, too, so that the
+    effective sample size could not get small.
 
     >>> log_weight = torch.tensor([[3.0, 1.0], [1.0, 0.25]]).log()
     >>> found = importance_weight_metrics(log_weight, torch.ones(2, 2, dtype=torch.bool))

@@ -47,7 +47,7 @@ class LoraConfig:
 
 
 def add_lora(model: Any, config: LoraConfig) -> Any:
-    """Return the model with trainable adapters in fp32 and all other weights frozen.
+    """Return the model with trainable adapters in fp32 (and copies of routers, with `train_router`), all else frozen.
 
     Raises:
         ModelError: PEFT is missing; a rank that makes no sense; names that the model does not have.
@@ -136,9 +136,9 @@ def merged_run(model: Any, checkpoint: Path) -> Any:
 
 
 def frozen_reference(model: Any, replaceable: bool = False) -> nn.Module:
-    """Return a frozen reference policy with the present weights, which never requires grad: for a LoRA policy (at its
-    start) the same weights with the adapters off; for any other policy, or if `replaceable` (the reference's weights
-    will be replaced), a copy."""
+    """Return a frozen reference policy with the present weights; its outputs never require grad. For a LoRA policy (at
+    its start) it is the same weights with the adapters off; for any other policy, or if `replaceable` (the reference's
+    weights will be replaced), a copy."""
     if adapted(model) and not replaceable:
         return AdaptersOff(model)
     return copy.deepcopy(model).eval().requires_grad_(False)

@@ -195,7 +195,7 @@ def settle(folder: Path) -> Path | None:
         raise CheckpointError(
             f"{target} links to {os.readlink(target)}, which is not there: mount that disk, or link it"
         )
-    if not target.exists():  # interrupted between the renames, so that the new checkpoint is complete
+    if not target.exists():  # interrupted between the renames (the new one is complete), or in the first checkpoint
         rest = next((path for path in (new, old) if _complete(path)), None)
         if rest is not None:
             rest.rename(target)
@@ -249,7 +249,8 @@ def load_checkpoint(state: State) -> Mark | None:
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest. Raises CheckpointError if the manifest or a file that it lists is damaged."""
+    """Return a checkpoint's manifest. Raises CheckpointError if it is missing, damaged or of another format, or if a
+    file that it lists is damaged."""
     remedy = (
         f"Delete {folder} to start this run again from step 0 (what it wrote since goes, the policies in {KEPT}/ too: "
         "move away what you want to keep), or restore the folder from a copy."

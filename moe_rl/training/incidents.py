@@ -78,7 +78,7 @@ def keep_incident(state: State, error: NotFiniteError) -> Path:
 
 
 def _gets_state(state: State, place: Path) -> bool:
-    """Return whether this incident gets a `state/`. A run that goes on after incidents keeps only the first."""
+    """Return whether this incident gets a `state/`. A run that goes on after incidents keeps only that of the first."""
     others = [path for path in (state.folder / "incidents").glob("*/state") if path.parent != place]
     return state.config.optim.on_nonfinite == "stop" or not others
 

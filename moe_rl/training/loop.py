@@ -4,7 +4,8 @@
     -> for each minibatch: forward and backward, inside replay for a replay arm, and one optimizer step -> probe
 
 The parts of a step, in other modules, take the few things that they need and return what they made. The whole `State`
-is passed only to the functions here and to those of `other_methods` that replace them (to sample or to change models).
+is passed only to the functions here, to those of `other_methods` that replace them (to sample or to change models),
+and to `setup`, `checkpoint` and `incidents`.
 """
 
 import random
@@ -84,7 +85,7 @@ def train(
 def resume(state: State) -> None:
     """Restore the state from the folder's checkpoint, if there is one, and remove later rows and kept policies.
 
-    The run will write these again. Raises DistributedError, before anything is removed, if ranks find different
+    The run will write these again. Raises DistributedError, before any of them is removed, if ranks find different
     checkpoints."""
     ranks, log = state.ranks, state.log
     ranks.first(lambda: settle(state.folder) is not None)
@@ -151,7 +152,9 @@ def due(every: int, step: int) -> bool:
 
 
 def collect_batch(state: State) -> Batch:
-    """Sample responses and return them as a scored batch: old log-probabilities and routes come from one pass."""
+    """Sample responses and return them as a scored batch.
+
+    Old log-probabilities and routes come from one pass, or from decoding (`rollout.scoring`)."""
     config, method, ranks = state.config, state.method, state.ranks
     index = len(state.waiting)
     rng = seeded_random(config.seed, "prompts", state.step, index)

@@ -110,7 +110,7 @@ class Probe:
     def _old_router_logits(self) -> list[Float[Tensor, "n E"]]:
         """Return, by site, the router logits on the n response tokens before the step's updates, on the CPU.
 
-        Under rollout lag these weights are newer than the policy that sampled the batch."""
+        Under rollout lag they are those of newer weights than the weights that sampled the batch."""
         self.policy.eval()
         found = self._response_logits(self._logps(self.ranks.mine(self.part), router_logits=True))
         return [logits.cpu() for logits in found]

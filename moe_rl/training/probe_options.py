@@ -59,7 +59,7 @@ def replay_gradients(policy: nn.Module, part: Batch, loss: Callable[[Batch], Ten
 def noise_floor_rows(policy: nn.Module, part: Batch, temperature: float, bf16: bool) -> list[dict[str, Any]]:
     """Return rows of kind "floor", one per variant of the noise floor: the policy against itself at equal weights.
 
-    For a variant that cannot be run here there is no row but a warning with the reason."""
+    A variant that kernels or memory do not allow has no row, but a warning with the reason."""
     text = TokenBatch(*part.tokens, temperature)
     base, floor = score_live(policy, text), NoiseFloor(bf16)
     mask = text.completion_mask.cpu()

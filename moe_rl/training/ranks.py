@@ -72,7 +72,8 @@ class Ranks(Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Clip gradients by their norm over all ranks' shards, and return that norm.
 
-        A norm that is not finite clips nothing, since it would make every gradient not finite."""
+        A norm that is not finite clips nothing: clipping by NaN would make every gradient NaN, by infinity every
+        finite one 0."""
         parameters = list(parameters)
         norm: Any = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
         whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm

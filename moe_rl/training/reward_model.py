@@ -51,7 +51,7 @@ class Comparisons:
 
 
 def ranked_pairs(rewards: Float[Tensor, " B"], group_size: int) -> Int[Tensor, "N 2"]:
-    """Return pairs of rows (better, worse) of each group: the best and the worst, the second best and worst, ...
+    """Return pairs of rows (better, worse) of each group: best and worst, second best and second worst, ...
 
     Only pairs whose rewards differ are returned; at most half of `group_size` pairs from a group.
 
@@ -98,7 +98,7 @@ class RewardModel(Scorer):
     def retrain(self, generator: torch.Generator) -> dict[str, float | int | None]:
         """Train on the fresh comparisons and some of the history, which the fresh ones then join.
 
-        The share of old comparisons in the mix is `reward.history_fraction`.
+        The share of old comparisons in the mix is `reward.history_fraction`, or less if the history is too short.
 
         Returns:
             `loss`: the mean over the pairs of the last epoch, nats; `new`, `old`: numbers of comparisons; `skipped`:

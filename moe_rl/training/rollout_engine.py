@@ -78,7 +78,8 @@ class SyncGuard:
         tolerance: the largest `gap` that is allowed; nats per token.
 
     Raises:
-        EngineError: engine and model disagree by more than the engine's `tolerance` allows; a tensor does not arrive.
+        EngineError: engine and model disagree by more than the engine's `tolerance` allows; a tensor does not arrive,
+            or arrives in another's place.
     """
 
     engine: Engine
@@ -132,7 +133,8 @@ class SyncGuard:
 
     @torch.no_grad()
     def _test(self, loaded: Tensor) -> None:
-        """Raise EngineError unless changes of every tested tensor reach the engine, and all weights can be restored."""
+        """Raise EngineError if a change of a tested tensor that moves the model does not reach the engine, or if the
+        weights that were loaded cannot be restored."""
         generator = torch.Generator().manual_seed(0)
         before = self._model_logps()
         self.noise = self._largest(self._engine_logps(), loaded)  # 0 with deterministic kernels

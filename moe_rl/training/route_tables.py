@@ -9,7 +9,7 @@ There are two kinds of files. docs/run_folder.md describes their columns and how
 
 Row groups hold whole sequences, so that a part of the sequences or sites can be read without the rest of the file. The
 slots of a token are read back in ascending order of experts; use `RoutedExperts.save` for routes that must be replayed
-bit by bit. Files of earlier versions, whose cells are lists or packed ids, can be read.
+bit for bit. Files of earlier versions, whose cells are lists or packed ids, can be read.
 """
 
 from collections.abc import Iterable, Sequence
@@ -99,6 +99,8 @@ def read_route_table(
     sites: str | int | Iterable[str | int] | None = None,
 ) -> RoutedExperts:
     """Read RoutedExperts from a file of routes or of changes; the slots are in ascending order of experts.
+
+    A file of an earlier version gives them in the order in which they were written.
 
     Args:
         sequences: which rows of B, by number; None: all. Only the row groups that hold them are read and checked.
@@ -297,7 +299,9 @@ def _base(
 
 
 def _earlier(table: Any, header: dict[str, Any]) -> RoutedExperts:
-    """Return the routes of a file of an earlier version, whose cells are lists of ids or bytes of packed ids."""
+    """Return the routes of a file of an earlier version, whose cells are lists of ids or bytes of packed ids.
+
+    The slots keep the order in which they were written."""
     B, T, _, K = header["shape"]
     dtype, sites, experts = np.dtype(header["dtype"]), header["sites"], header["num_experts"]
     ids = np.empty((B, T, len(sites), K), dtype=np.int64)

@@ -113,7 +113,7 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
     names = {name for inner in inner_models for name in inner._no_split_modules or ()}
     found: list[nn.Module] = []
     for inner in module.modules():
-        classes = {cls.__name__ for cls in type(inner).__mro__}  # a sharded module's own class comes first
+        classes = {cls.__name__ for cls in type(inner).__mro__}  # sharding puts FSDP2's own class in front
         if classes & names and not any(inner in set(layer.modules()) for layer in found):
             found.append(inner)
     if inner_models and not found:
