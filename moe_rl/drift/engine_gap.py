@@ -21,7 +21,7 @@ from moe_rl.routing.arrays import pad_left_aligned
 from moe_rl.study.words import count
 
 MOST = ARITHMETIC[torch.bfloat16].most
-"""The largest mean gap, nats, that arithmetic can explain; the same limit as for the rollout engines of a run."""
+"""The largest mean gap, nats, that arithmetic can explain; the limit of a bf16 rollout engine of a run."""
 FAULTY = "the captured routes are not the model's as they stand, and must be right first."
 FAR = (
     f"a mean gap above {MOST:g} nats is more than arithmetic explains. Another temperature (--temperature), processed "
