@@ -51,8 +51,8 @@ def main() -> None:
     known = list(probes["arm"].unique())
     if len(options.arms) != 2 or not set(options.arms) <= set(known):
         parser.error(f"expected two of {', '.join(known)}, got {' '.join(options.arms)}")
-    estimate, low, high, pairs = ratio(probes, *options.arms, part=options.part)
-    print(f"{pairs} pairs: {estimate:.2f} [{low:.2f}, {high:.2f}]")
+    estimate, low, high, seeds = ratio(probes, *options.arms, part=options.part)
+    print(f"{seeds} seeds: {estimate:.2f} [{low:.2f}, {high:.2f}]")
 
 
 if __name__ == "__main__":
