@@ -176,7 +176,9 @@ class Reading(Rerun):
             raise RoutingError("nothing was read: no call of the model happened inside the context")
         lengths = sorted({length for _, length, _ in self._calls})
         if len(lengths) > 1:
-            raise RoutingError(f"calls of different lengths {lengths} do not make one batch; read what they gave apart")
+            raise RoutingError(
+                f"calls of different lengths {lengths} do not make one batch: open one context for each length"
+            )
         parts = []
         for batch, length, rows in self._calls:
             read = [row for row in rows if row is not None] or [

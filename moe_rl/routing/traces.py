@@ -209,7 +209,7 @@ def slime_samples(given: Any) -> list[tuple[Any, Any, Any]]:
     """
     found = [(sample, *(_field(sample, name) for name in SLIME)) for sample in _flat(given)]
     if not found:
-        raise RoutingError("no samples")
+        raise RoutingError("expected samples of slime, got an empty list")
     for number, (_, *values) in enumerate(found):
         for name, value in zip(SLIME, values, strict=True):
             if value is None:
