@@ -219,10 +219,12 @@ def other_experts(site: str, k: int, experts: int, given: tuple[int, int]) -> Ro
 
 def other_batch(routes: tuple[int, int], call: tuple[int, int], cached: int) -> RoutingError:
     """Return the error of routes of another shape; routes, call: numbers of sequences and tokens."""
+    begun = call[0] == routes[0] and call[1] < routes[1] and not cached
     return RoutingError(
         f"routes for {routes[0]} sequences x {routes[1]} tokens do not fit this call of {call[0]} x {call[1]} "
         f"tokens{f' after {cached} cached ones' if cached else ''}: another batch? Record its routes first; "
         "RoutedExperts.rows and .realign take sequences and move padding"
+        + (". If calls on a KV cache follow, pass use_cache=True to this one, too" if begun else "")
     )
 
 
