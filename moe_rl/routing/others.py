@@ -135,11 +135,14 @@ class FromOthers:
         """
         given = read_slime(samples) if isinstance(samples, str | os.PathLike) else samples
         found = slime_samples(given)
-        tokens = [as_tensor(x, f"tokens of sample {i}").cpu().reshape(-1).long() for i, (_, x, _) in enumerate(found)]
+        tokens = [as_tensor(x, f"tokens of sample {i}").cpu().reshape(-1) for i, (_, x, _) in enumerate(found)]
         if not any(map(len, tokens)):
             raise RoutingError(f"none of {len(tokens)} samples has a token")
+        for i, row in enumerate(tokens):
+            if len(row) and row.is_floating_point():  # of no token torch makes float32
+                raise RoutingError(f"tokens of sample {i}: expected whole numbers, got {row.dtype}")
         arrays = [as_tensor(ids, f"routes of sample {i}").cpu().numpy() for i, (*_, ids) in enumerate(found)]
-        padded = pad_left_aligned(tokens, -1)
+        padded = pad_left_aligned([row.long() for row in tokens], -1)
         return cls.from_vllm(
             arrays, config_or_sites, num_experts, layers=layers, mask=padded >= 0, tokens=padded, meta=meta
         )
