@@ -257,7 +257,7 @@ def _pieces(variant: str, text: TokenBatch) -> list[_Piece]:
 
 def _without_padding(row: TokenBatch) -> TokenBatch:
     real = row.attention_mask[0]
-    return row.each(lambda part: part[:, real])
+    return row.each(lambda part: part[:, real]) if real.any() else row  # a row of padding alone stays as it is
 
 
 def _rescored(

@@ -87,11 +87,11 @@ def token_logps(
             `check_shared_prompts` first: it tests whether the model computes such rows rightly.
 
     Raises:
-        ValueError: a mask of another shape, or of other values than 0 and 1; a completion token lies on padding, or
-            right behind padding within its sequence; several sequences in a row, in a model that does not keep them
-            apart; temperature or chunk size is not positive; the model has no load-balancing loss; `shared` is of
-            another batch, is combined with `aux_loss`, `router_logits` or `position_ids`, or has sequences or rows too
-            long for the model to attend as its mask says.
+        ValueError: `input_ids` is not [B,T] or is empty; a mask of another shape, or of other values than 0 and 1; a
+            completion token lies on padding, or right behind padding within its sequence; several sequences in a row,
+            in a model that does not keep them apart; temperature or chunk size is not positive; the model has no
+            load-balancing loss; `shared` is of another batch, is combined with `aux_loss`, `router_logits` or
+            `position_ids`, or has sequences or rows too long for the model to attend as its mask says.
         TypeError: `model` holds no transformers model with an output head.
         RuntimeError: another thread is in `token_logps` of this model.
 
@@ -110,6 +110,8 @@ def token_logps(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size counts tokens and must be at least 1, got {chunk_size}")
     lm = causal_lm(model)
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids: expected tokens [B,T], got shape {tuple(input_ids.shape)}")
     B, T = input_ids.shape
     check_shapes(input_ids, {"attention_mask": attention_mask, "completion_mask": completion_mask}, "input_ids")
     attended = as_bool_mask(attention_mask, "attention_mask")

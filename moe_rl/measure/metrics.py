@@ -103,13 +103,14 @@ def update_ratio_metrics(
 
 @torch.no_grad()
 def routing_ratio_metrics(
-    logps: Mapping[str, Float[Tensor, "B T"]], old_logps: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    logps: Mapping[str, Float[Tensor, "B T"]], old_logps: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
 ) -> dict[str, Any]:
     """Return the ratio metrics of one policy under several routings ("natural", "replayed"), against `old_logps`.
 
     `logps` has the log-probabilities of the same tokens under each routing, nats. The metrics are variances of the
     log-ratio over tokens and over sequences (nats²) and `ratio_metrics`; each name ends with its routing."""
     metrics: dict[str, Any] = {}
+    mask = as_bool_mask(mask)
     for routing, new in logps.items():
         log_ratio, sequences = (of(new, old_logps, mask) for of in (token_log_ratio, sequence_log_ratio))
         metrics[f"var_token_{routing}"] = variance(log_ratio[mask])

@@ -69,9 +69,11 @@ class NoiseFloor:
             yield Variant("batch", f"{size} sequences at once and in pieces of {step}", whole)
         own = experts_implementation(model)
         other = OTHER_EXPERTS.get(str(own), "eager")
+        scored = None
         with suppress(OtherExpertsError), experts_computed_by(model, other):
-            if scored := self._attempt("experts", lambda: score_live(model, text)):
-                yield Variant("experts", f"{own} and {other}", scored)
+            scored = self._attempt("experts", lambda: score_live(model, text))
+        if scored:  # yielded outside of the context, so that the caller has the model as it is
+            yield Variant("experts", f"{own} and {other}", scored)
         dtype = next(model.parameters()).dtype
         if not self.bf16 or dtype == torch.bfloat16:
             return

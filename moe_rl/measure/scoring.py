@@ -13,16 +13,17 @@ from torch import Tensor, nn
 
 from moe_rl.measure.head import LogitMap, head_logps
 from moe_rl.measure.logprobs import causal_lm, evaluating, head_treatment, token_logps
-from moe_rl.objectives.ratios import as_bool_mask
+from moe_rl.objectives.ratios import as_bool_mask, check_shapes
 from moe_rl.routing import RoutedExperts, record_routes, replay_routes, site_change
 from moe_rl.routing.calls import cache_left, cache_name, device_of
+from moe_rl.routing.packing import words
 
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
     """Tokens to score, padded on any side, with `completion_mask` True on the tokens that are measured.
 
-    Masks of 0 and 1, as tokenizers write them, become bool; other values raise ValueError."""
+    Masks of 0 and 1, as tokenizers write them, become bool; other values and other shapes raise ValueError."""
 
     input_ids: Int[Tensor, "B T"]
     attention_mask: Shaped[Tensor, "B T"]
@@ -30,8 +31,10 @@ class TokenBatch:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("attention_mask", "completion_mask"):
-            object.__setattr__(self, name, as_bool_mask(getattr(self, name), name))
+        masks = {"attention_mask": self.attention_mask, "completion_mask": self.completion_mask}
+        check_shapes(self.input_ids, masks, "input_ids")
+        for name, mask in masks.items():
+            object.__setattr__(self, name, as_bool_mask(mask, name))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "TokenBatch":
         """Return the batch with `change` applied to its ids and to both masks."""
@@ -103,9 +106,9 @@ def in_order_of(own: RoutedExperts, routes: RoutedExperts) -> RoutedExperts:
     routes = routes.select(own.sites)
     if routes.shape != own.shape or routes.num_experts != own.num_experts:
         return routes
-    changed = site_change(own, routes) | routes.live  # a row without a route stays without one: its router decides
-    ids = torch.where(changed[..., None], routes.ids, own.ids)
-    return routes.with_ids(ids, routes.tokens)
+    changed = site_change(own, routes) | routes.live | own.live  # a row without a route has no set
+    packed = torch.where(changed[..., None], words(routes.packed), words(own.packed))
+    return routes._with(packed.view(routes.packed.dtype), routes._tokens)  # the tokens with what their mask hid
 
 
 # -- scoring as a sampler computes: the prompt in one forward, then token by token with a KV cache ---------------------

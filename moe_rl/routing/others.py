@@ -10,7 +10,14 @@ import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 
 from moe_rl.routing.arrays import decode_sglang, ids_from_engine, ids_from_padded, layers_of, pad_left_aligned
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
@@ -128,11 +135,14 @@ class FromOthers:
         """
         given = read_slime(samples) if isinstance(samples, str | os.PathLike) else samples
         found = slime_samples(given)
-        tokens = [as_tensor(x, f"tokens of sample {i}").cpu().reshape(-1).long() for i, (_, x, _) in enumerate(found)]
+        tokens = [as_tensor(x, f"tokens of sample {i}").cpu().reshape(-1) for i, (_, x, _) in enumerate(found)]
         if not any(map(len, tokens)):
             raise RoutingError(f"none of {len(tokens)} samples has a token")
+        for i, row in enumerate(tokens):
+            if len(row) and row.is_floating_point():  # of no token torch makes float32
+                raise RoutingError(f"tokens of sample {i}: expected whole numbers, got {row.dtype}")
         arrays = [as_tensor(ids, f"routes of sample {i}").cpu().numpy() for i, (*_, ids) in enumerate(found)]
-        padded = pad_left_aligned(tokens, -1)
+        padded = pad_left_aligned([row.long() for row in tokens], -1)
         return cls.from_vllm(
             arrays, config_or_sites, num_experts, layers=layers, mask=padded >= 0, tokens=padded, meta=meta
         )
@@ -292,7 +302,8 @@ def _made(
 def sites_of(model: Described) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
     """Return the L qualified names of the routing sites, and their numbers of experts (None if only names are given).
 
-    A configuration becomes a model on torch's meta device, where tensors have no memory: nothing is loaded.
+    A configuration becomes a model on torch's meta device, where tensors have no memory: nothing is loaded. It is a
+    causal language model or, where the family has none, the model that also takes images.
 
     Raises UnsupportedModelError for a model without routers; RoutingError for a configuration that cannot be read.
 
@@ -312,8 +323,7 @@ def sites_of(model: Described) -> tuple[tuple[str, ...], tuple[int, ...] | None]
                 "a list of site names"
             ) from error
     if isinstance(described, PreTrainedConfig):
-        with torch.device("meta"):
-            described = AutoModelForCausalLM.from_config(described)
+        described = _unloaded(described)
     if isinstance(described, nn.Module):
         found = find_sites(described)
         return tuple(site.name for site in found), tuple(_experts(site.module, site.name) for site in found)
@@ -321,6 +331,20 @@ def sites_of(model: Described) -> tuple[tuple[str, ...], tuple[int, ...] | None]
     if not names:
         raise RoutingError("no sites were named: routes need at least one")
     return names, None
+
+
+def _unloaded(config: PreTrainedConfig) -> nn.Module:
+    """Return the model of a configuration, on the meta device. Raises RoutingError if transformers makes none."""
+    text_alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind = AutoModelForCausalLM if text_alone else AutoModelForImageTextToText
+    try:
+        with torch.device("meta"):
+            return kind.from_config(config)
+    except ValueError as error:  # the first line is followed by the names of all classes that transformers knows
+        raise RoutingError(
+            f"transformers makes no language model of a {type(config).__name__}: {str(error).splitlines()[0]} Give the "
+            "model itself, or a list of site names"
+        ) from error
 
 
 def out_of_reach(name: str) -> Exception | None:

@@ -139,7 +139,7 @@ def forward(tap: Tap, batch: int, length: int) -> Tensor:
         raise UnsupportedModelError(
             f"the self-check could not run {type(model).__name__} on {batch} x {length} token ids: "
             f"{type(error).__name__}: {error}"
-            + ("" if tap.boundary is model else f" (a context on the {type(tap.boundary).__name__} in it may do)")
+            + ("" if tap.boundary is model else f" (does a context on the {type(tap.boundary).__name__} in it work?)")
         ) from error
     logits = getattr(out, "logits", None)
     return (logits if logits is not None else out[0]).detach()

@@ -12,13 +12,13 @@ from torch import Tensor
 from moe_rl.routing.errors import RoutingError
 
 LOST = (
-    "the experts got others than were forced: something behind the selection chose again (a branch that did not run "
+    "the experts got others than were forced: code behind the selection chose experts anew (a branch that did not run "
     "when the model was checked, a module that was replaced since)"
 )
 NOTHING_REPLAYED = (
     "nothing was replayed: no call of the model reached its hooks, and torch.compile was used in this process. "
     "If a function around the model was compiled before, call attach(model) first. If another model of this "
-    "class was compiled without hooks, torch.compile lends its code: before compiling any of them, set "
+    "class was compiled without hooks, torch.compile reuses its code: before compiling any of them, set "
     "torch._dynamo.config.skip_nnmodule_hook_guards = False; torch._dynamo.reset() forgets what was compiled"
 )
 """Text of a warning, not of an error: something else than the model may have been called."""
@@ -53,7 +53,7 @@ def checkpointed_by_hand(where: str) -> RoutingError:
     return RoutingError(
         f"{where} runs inside torch.utils.checkpoint that was set up by hand: its recomputation in the backward pass "
         "cannot be told which routes its forward had. Use model.gradient_checkpointing_enable() or torch's "
-        "checkpoint_wrapper, which are followed"
+        "checkpoint_wrapper instead"
     )
 
 
@@ -90,8 +90,8 @@ def packed_batch() -> RoutingError:
 def outside_a_call(site: str, model: str) -> RoutingError:
     return RoutingError(
         f"site {site} ran outside a call of {model}: part of the model was "
-        "called by itself, or recomputed by a checkpoint that is not known. Call the whole model; of checkpoints, "
-        "model.gradient_checkpointing_enable() is followed"
+        "called by itself, or recomputed by a checkpoint function that is not known. Call the whole model; for "
+        "gradient checkpointing, use model.gradient_checkpointing_enable() or torch's checkpoint_wrapper"
     )
 
 
@@ -219,10 +219,12 @@ def other_experts(site: str, k: int, experts: int, given: tuple[int, int]) -> Ro
 
 def other_batch(routes: tuple[int, int], call: tuple[int, int], cached: int) -> RoutingError:
     """Return the error of routes of another shape; routes, call: numbers of sequences and tokens."""
+    begun = call[0] == routes[0] and call[1] < routes[1] and not cached
     return RoutingError(
         f"routes for {routes[0]} sequences x {routes[1]} tokens do not fit this call of {call[0]} x {call[1]} "
         f"tokens{f' after {cached} cached ones' if cached else ''}: another batch? Record its routes first; "
         "RoutedExperts.rows and .realign take sequences and move padding"
+        + (". If calls on a KV cache follow, pass use_cache=True to this one, too" if begun else "")
     )
 
 
@@ -262,14 +264,15 @@ def others_compiled(wrong: int, bare: int) -> RoutingError:
 
 def pending(tokens: int, used: int) -> RoutingError:
     return RoutingError(
-        f"routes for {tokens} tokens, of which calls with a KV cache used the first {used}, and no "
-        "call went on: without known tokens (or with check_tokens=False) nothing proves that they are of these. "
-        "Cut the routes to these tokens (realign), or replay routes that know their tokens"
+        f"the routes are for {tokens} tokens, but the calls on a KV cache ended after {used}. Tokens were not compared "
+        "(the routes do not know theirs, the calls had embeddings, or check_tokens=False), so that nothing proves that "
+        f"the first {used} rows belong to these calls. Cut the routes (routes.columns(slice({used}))), or replay "
+        "routes that know their tokens"
     )
 
 
 def not_once(replayed: int, left: int, forced: int, live: int) -> RoutingError:
     return RoutingError(
-        f"replay forced {replayed} (token, site) rows and left {left} live, but the routes "
-        f"hold {forced} and lack {live}: the forward did not run wholly, or not once, under replay"
+        f"replay forced {replayed} (token, site) rows and left {left} live, but the routes hold {forced} and lack "
+        f"{live}: with once=True a replay expects one forward of the whole batch, and nothing more, inside its context"
     )

@@ -227,7 +227,9 @@ class Replay(Listener):
     @property
     def shadow(self) -> Any:
         """Raise RoutingError: only a `ShadowReplay` has `shadow`, `regret` and `shadow_change`."""
-        raise RoutingError("ask for it: replay_routes(..., shadow=True)")
+        raise RoutingError(
+            "this replay did not let the routers rank live, too: open it with replay_routes(..., shadow=True)"
+        )
 
     regret = shadow_change = shadow
 

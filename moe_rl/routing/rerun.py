@@ -5,6 +5,7 @@ run choose the same experts. Noise and margins are no model of training: noise i
 set, margins tell how close each choice was. A bias is added where a router ranks its experts.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -176,7 +177,9 @@ class Reading(Rerun):
             raise RoutingError("nothing was read: no call of the model happened inside the context")
         lengths = sorted({length for _, length, _ in self._calls})
         if len(lengths) > 1:
-            raise RoutingError(f"calls of different lengths {lengths} do not make one batch; read what they gave apart")
+            raise RoutingError(
+                f"calls of different lengths {lengths} do not make one batch: open one context for each length"
+            )
         parts = []
         for batch, length, rows in self._calls:
             read = [row for row in rows if row is not None] or [
@@ -245,8 +248,8 @@ def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | No
     Raises UnsupportedModelError where the logits are not one linear map inside the router; RoutingError inside another
     `noisy_routes`, `predicted_routes`, `record_margins` or `record_router_logits`.
     """
-    if isinstance(sigma, str) or not sigma >= 0:
-        raise RoutingError(f"sigma must be a number of at least 0, got {sigma!r}")
+    if isinstance(sigma, str) or not 0 <= sigma < math.inf:  # infinite logits have no softmax
+        raise RoutingError(f"sigma must be a finite number of at least 0, got {sigma!r}")
 
     def noise(site: int, states: Tensor, logits: Tensor) -> Tensor:
         device = generator.device if generator is not None else logits.device

@@ -206,6 +206,11 @@ class RoutedExperts(FromOthers, Moved, Stored):
         return self._with(packed, tokens, None if self._has_live else self._has_live)
 
     def columns(self, part: slice) -> "RoutedExperts":
-        """Return the routes of a range of token positions, the same in every sequence, e.g. to cut off padding."""
+        """Return the routes of a range of token positions, the same in every sequence, e.g. to cut off padding.
+
+        Raises RoutingError for anything but a slice.
+        """
+        if not isinstance(part, slice):
+            raise RoutingError(f"columns: expected a slice of token positions, such as slice(3), got {part!r}")
         tokens = None if self._tokens is None else self._tokens[:, part]
         return self._with(self.packed[:, part].contiguous(), tokens, None if self._has_live else self._has_live)

@@ -42,7 +42,7 @@ def read_megatron(
                 row = json.loads(line)
                 layer, at, rows = int(row["layer"]), int(row["step"]), row["top_indices"]
                 shape = int(row["num_tokens"]), int(row["topk"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise RoutingError(
                     f"{where} is no record of a router trace ({type(error).__name__}: {error}); expected step, layer, "
                     "num_tokens, topk and top_indices. A last line that was cut off?"
@@ -209,7 +209,7 @@ def slime_samples(given: Any) -> list[tuple[Any, Any, Any]]:
     """
     found = [(sample, *(_field(sample, name) for name in SLIME)) for sample in _flat(given)]
     if not found:
-        raise RoutingError("no samples")
+        raise RoutingError("expected samples of slime, got an empty list")
     for number, (_, *values) in enumerate(found):
         for name, value in zip(SLIME, values, strict=True):
             if value is None:

@@ -252,6 +252,15 @@ def test_a_batch_of_which_nothing_is_measured_changes_nothing():
     assert not found and set(left_out.values()) == {"no token to measure"}
 
 
+def test_a_row_of_padding_alone_leaves_no_variant_out():
+    model, batch = build("qwen3_moe"), text()
+    real = batch.attention_mask.clone()
+    real[1] = False
+    batch = TokenBatch(batch.input_ids, real, batch.completion_mask & real)
+    metrics = compare(model, [batch], [score_live(model, batch)], "batch_1_unpadded").metrics()
+    assert metrics["measured"] == int(batch.completion_mask.sum()) and metrics["gap_max"] < 1e-4
+
+
 def test_the_first_token_of_a_sequence_has_nothing_to_compare():
     model, batch = build("qwen3_moe"), text()
     whole = replace(batch, completion_mask=batch.attention_mask)

@@ -2,12 +2,13 @@
 
 import copy
 
+import jaxtyping
 import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.measure.decompose import Decomposition, decompose, decompose_update
-from moe_rl.measure.scoring import TokenBatch, decoded_logps, in_order_of, score_live
+from moe_rl.measure.scoring import TokenBatch, decoded_logps, in_order_of, score_live, score_replayed
 from moe_rl.measure.weights import copy_weights, temporary_weights
 from moe_rl.routing import RoutedExperts, RoutingError, record_routes, replay_routes, site_change
 
@@ -84,6 +85,13 @@ def test_the_first_token_of_a_sequence_is_refused_and_dilutes_nothing(pair, text
     first = attention & (attention.cumsum(1) == 1)
     with pytest.raises(ValueError, match="first token of a sequence"):
         decompose(*pair, ids, attention, completion | first)
+
+
+def test_masks_of_other_tokens_are_refused(pair, text, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside of tests, where no types are checked
+    ids, attention, completion = text
+    with pytest.raises(ValueError, match=r"completion_mask: expected the shape of input_ids, \(5, 12\), got \(5, 11\)"):
+        decompose(*pair, ids, attention, completion[:, 1:])
 
 
 @pytest.mark.parametrize("part", [(slice(0, 0), slice(None)), (slice(None), slice(0, 0))], ids=["rows", "columns"])
@@ -240,6 +248,16 @@ def test_order_is_taken_where_sets_agree_and_only_there():
     assert ordered.tokens.tolist() == [[7, 8]], "which a replay compares"
     ordered = in_order_of(routes((3, 1), (0, 2)), routes((-1, -1), (2, 0)))
     assert ordered.ids[0, :, 0].tolist() == [[-1, -1], [0, 2]], "what is not forced stays the router's to decide"
+    ordered = in_order_of(routes((-1, -1), (0, 2)), routes((1, 3), (2, 0)))
+    assert ordered.ids[0, :, 0].tolist() == [[1, 3], [0, 2]], "a row is not lost because the other has no route there"
+
+
+def test_a_replay_is_told_which_tokens_the_mask_of_its_routes_hid(pair, text):
+    ids, attention, completion = text
+    bare = TokenBatch(ids, torch.ones_like(attention), completion)
+    hidden, own = (score_live(pair[0], one).routes for one in (TokenBatch(*text), bare))
+    with pytest.raises(RoutingError, match="was its attention_mask forgotten"):
+        score_replayed(pair[0], bare, hidden, own)
 
 
 def test_two_architectures_are_refused(text):

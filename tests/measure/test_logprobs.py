@@ -272,6 +272,14 @@ def test_refusals():
         token_logps(LlamaForCausalLM(LlamaConfig(**sizes)), ids, attended, completion, aux_loss=True)
 
 
+@pytest.mark.parametrize("part", [0, slice(0, 0), (slice(None), slice(0, 0))], ids=["one sequence", "rows", "columns"])
+def test_what_is_no_batch_of_tokens_is_refused_by_its_shape(part, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users have it
+    tokens = [x[part] for x in batch()]
+    with pytest.raises(ValueError, match=r"input_ids: expected tokens \[B,T\], got shape \("):
+        token_logps(build(), *tokens)
+
+
 def test_of_two_threads_on_one_model_the_second_is_refused_and_plain_forwards_stay_what_they_are():
     model = build()
     ids, attended, completion = batch()

@@ -84,6 +84,14 @@ def test_sequences_are_scored_in_four_pieces_at_most_and_a_bf16_model_has_no_cop
     assert "bf16" not in found
 
 
+def test_between_two_variants_the_model_is_as_it_was():
+    """In the body of a loop over the variants it computed its experts by the other implementation."""
+    model = small()
+    own = model.config._experts_implementation
+    met = [(name, model.config._experts_implementation) for name, *_ in NoiseFloor(bf16=False).variants(model, text(1))]
+    assert met == [("repeat", own), ("experts", own)]
+
+
 def test_gaps_of_a_floor_are_of_the_other_scoring_over_the_first():
     routes = [RoutedExperts(torch.tensor(ids).view(1, 2, 1, 1), ("gate",), 4) for ids in ([0, 1], [0, 2])]
     base, other = Scored(torch.zeros(1, 2), routes[0]), Scored(torch.tensor([[math.log(2), 9.0]]), routes[1])

@@ -118,6 +118,7 @@ MASKED = {
     "ratio_metrics": lambda d, mask: of_updates.ratio_metrics(d, mask),
     "ratio_range_metrics": lambda d, mask: of_updates.ratio_range_metrics(d, mask),
     "update_ratio_metrics": lambda d, mask: of_updates.update_ratio_metrics(d, d.mean(1), mask),
+    "routing_ratio_metrics": lambda d, mask: routing_ratio_metrics({"natural": d}, torch.zeros_like(d), mask),
     "masked_mismatch_metrics": lambda d, mask: of_updates.masked_mismatch_metrics(d, d < 0, d > 0, mask),
     "engine_metrics": lambda d, mask: peer_metrics.engine_metrics(d - 2, torch.zeros_like(d) - 2, mask),
     "gap_metrics": lambda d, mask: peer_metrics.gap_metrics(d - 2, torch.zeros_like(d) - 2, mask),

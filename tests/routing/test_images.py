@@ -3,9 +3,10 @@
 import pytest
 import torch
 from routing_helpers import routes_of
-from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+from transformers import Qwen3OmniMoeConfig, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from moe_rl.routing import RoutingError, record_routes, replay_routes, slot_change
+from moe_rl.routing.others import sites_of
 
 IMAGE, START, END = 60, 62, 63
 
@@ -78,3 +79,10 @@ def test_words_alone_are_as_in_any_model(model):
     routes = routes_of(model, ids, attention_mask=torch.ones_like(ids))
     with pytest.raises(RoutingError, match="recorded for other tokens"), replay_routes(model, routes):
         model(input_ids=ids.flip(0), attention_mask=torch.ones_like(ids))
+
+
+def test_its_configuration_names_the_sites_as_a_recording_does(model):
+    """transformers has no causal language model for it, which was an error that named all classes that have one."""
+    assert sites_of(model.config) == sites_of(model)
+    with pytest.raises(RoutingError, match=r"no language model of a Qwen3OmniMoeConfig: .*\. Give the model itself"):
+        sites_of(Qwen3OmniMoeConfig())

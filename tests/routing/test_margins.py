@@ -2,6 +2,7 @@
 
 import warnings
 
+import jaxtyping
 import pytest
 import torch
 import transformers
@@ -202,3 +203,11 @@ def test_margins_of_calls_of_several_lengths_are_not_joined():
         model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3, do_sample=False)
     with pytest.raises(RoutingError, match=r"lengths \[1, 4\]"):
         _ = margins.values
+
+
+@pytest.mark.parametrize("sigma", [-1.0, float("nan"), float("inf"), "1"])
+def test_noise_of_no_finite_strength_is_refused(sigma, monkeypatch):
+    """Infinite noise has no softmax: all tokens went to the same experts."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users have it
+    with pytest.raises(RoutingError, match="sigma must be a finite number of at least 0"):
+        noisy_routes(tiny_model("OlmoeForCausalLM"), sigma).__enter__()

@@ -176,6 +176,10 @@ def test_samples_of_slime_and_their_dump(tmp_path):
         RoutedExperts.from_slime([none], SITES, 8)
     with pytest.raises(RoutingError, match="tokens of sample 0: expected a tensor or an array of numbers, got list"):
         RoutedExperts.from_slime([{**flat[0], "tokens": ["a", "b", "c"]}], SITES, 8)
+    with pytest.raises(RoutingError, match=r"tokens of sample 1: expected whole numbers, got torch\.float32"):
+        RoutedExperts.from_slime([none, {**flat[0], "tokens": [4.0, 5.5, 6.0]}], SITES, 8)  # were cut to 4, 5, 6
+    with pytest.raises(RoutingError, match="expected samples of slime, got an empty list"):
+        RoutedExperts.from_slime([], SITES, 8)
 
 
 def megatron(path, steps=2, layers=(1, 2), micro=2, T=3, B=2, K=2):
@@ -214,6 +218,9 @@ def test_a_trace_of_megatron_is_position_first_and_micro_batches_follow(tmp_path
     path.write_text("\n".join(lines[:-2]) + "\n")
     with pytest.raises(RoutingError, match=r"layer 2 has micro-batches .* ended in the middle of a step"):
         RoutedExperts.from_megatron_jsonl(path, step=1, sequences=2)
+    path.write_text(lines[0].replace('"layer": 1', '"layer": Infinity'))
+    with pytest.raises(RoutingError, match=r"line 1 is no record .*OverflowError"):
+        RoutedExperts.from_megatron_jsonl(path)
     path.write_text("\n".join(lines)[:-9])
     with pytest.raises(RoutingError, match=f"line {len(lines)} is no record .* cut off"):
         RoutedExperts.from_megatron_jsonl(path)

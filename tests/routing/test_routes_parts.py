@@ -50,6 +50,12 @@ def test_rows_that_are_not_there_are_refused(index):
         example().rows(index)
 
 
+def test_columns_are_a_range(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users have it
+    with pytest.raises(RoutingError, match=r"columns: expected a slice of token positions, .* got 1"):
+        example().columns(1)  # took away the axis of tokens
+
+
 def test_rows_works_where_torch_lacks_uint16_kernels():
     ids = random_ids(3, 2, 1, 2, 400)
     assert torch.equal(RoutedExperts(ids, ["gate"], 400).rows([2, 0]).ids, ids[[2, 0]])

@@ -184,8 +184,9 @@ def test_another_shape_is_an_error(shape: tuple[int, int]) -> None:
     model = moe()
     routes = routes_of(model, tokens(2, 7))
     text = rf"2 sequences x 7 tokens do not fit this call of {shape[0]} x {shape[1]}.*another batch"
-    with replay_routes(model, routes), pytest.raises(RoutingError, match=text):
+    with replay_routes(model, routes), pytest.raises(RoutingError, match=text) as found:
         model(tokens(*shape))
+    assert ("use_cache=True" in str(found.value)) is (shape == (2, 6))
 
 
 def test_other_tokens_are_an_error_that_names_the_row() -> None:

@@ -222,12 +222,12 @@ def test_a_forward_outside_replay_or_twice_under_it_is_an_error(state_of, tmp_pa
     state = state_of(changed(method={"replay": "R3"}), tmp_path)
     batch = collect_batch(state)
     with (
-        pytest.raises(RoutingError, match=r"replay forced 0 .*did not run wholly"),
+        pytest.raises(RoutingError, match=r"replay forced 0 .*expects one forward"),
         replay_routes(state.policy, batch.rollout_routes, once=True),
     ):
         pass
     with (
-        pytest.raises(RoutingError, match="not once"),
+        pytest.raises(RoutingError, match="expects one forward"),
         replay_routes(state.policy, batch.rollout_routes, once=True),
     ):
         logps(state, state.policy, batch)

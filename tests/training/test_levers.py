@@ -188,7 +188,7 @@ def test_layers_that_are_routed_by_a_table_are_no_rows_to_replay(part):
     forced = int((~wanted.live[..., fixed:]).sum())
     assert (replay.replayed_rows, replay.live_rows) == (forced, kept[..., fixed:].numel() - forced)
     with (
-        pytest.raises(RoutingError, match="did not run wholly, or not once"),
+        pytest.raises(RoutingError, match="expects one forward of the whole batch, and nothing more"),
         replay_routes(model, wanted, once=True),
         torch.no_grad(),
     ):
