@@ -326,7 +326,7 @@ def test_experts_implementation_is_the_engines_own(model):
     assert engine.model.config._experts_implementation == "eager" != model.config._experts_implementation
     rollout = respond(ModelEngine(model, TOKENIZER))
     torch.testing.assert_close(engine.logps(rollout, 1.0), forward_logps(model, rollout), rtol=1e-5, atol=1e-5)
-    with pytest.raises(EngineError, match="experts_implementation: 'fastest' cannot be had"):
+    with pytest.raises(EngineError, match="experts_implementation: 'fastest' is not available"):
         engine_of(model, experts_implementation="fastest")
 
 
