@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from moe_rl.integrations.measures import Measures, Minibatch, ProbeBatch, Ranks, measure
 from moe_rl.integrations.old_policy import OldPolicy, refuse_options, refuse_random, same_policy
 from moe_rl.names import seed_of
-from moe_rl.routing import RoutedExperts, RoutingError, record_routes, replay_routes
+from moe_rl.routing import RoutedExperts, RoutingError, find_sites, record_routes, replay_routes
 
 if TYPE_CHECKING:  # the base is any trainer class that `routing_replay` is given
     from typing import Any as Trainer
@@ -61,7 +61,8 @@ class ReplayTrainer(Trainer):
     ) -> None:
         """Set up the measurements, after the trainer is made.
 
-        Raises RoutingError for settings under which nothing can be measured, or a run folder's rows would be wrong.
+        Raises RoutingError for a model without routers, for settings under which nothing can be measured, and for those
+        under which a run folder's rows would be wrong.
         one_update: allow one update per batch, because something else is measured."""
         if not one_update:
             refuse_one_update(self.args, self.num_iterations)
@@ -69,6 +70,7 @@ class ReplayTrainer(Trainer):
             refuse_mixed_updates(self.args, self.num_iterations)
         if self.accelerator.device.type == "mps":
             raise RoutingError("Apple's mps has no float64, in which changes and ratios are summed: set use_cpu=True")
+        find_sites(self.model)  # raises for a dense model, before anything is sampled
         refuse_random(self.model)
         if alpha := getattr(self.args, "neftune_noise_alpha", None):
             raise RoutingError(
@@ -108,7 +110,8 @@ class ReplayTrainer(Trainer):
         if scoring is None:
             raise RoutingError(
                 f"{self._bare.__name__} made a batch whose old log-probabilities are not those of a pass of the policy "
-                "that was recorded: whose routes an update would replay is not known"
+                "that was recorded, so that the routes to replay are not known: a subclass that makes the batch keeps "
+                "the tensor that the pass returned, not a copy of it"
             )
         return scoring
 
@@ -189,8 +192,9 @@ class ReplayTrainer(Trainer):
         loss = super().training_step(*args, **kwargs)
         if len(self._measures.minibatches) == before:
             raise RoutingError(
-                f"{self._bare.__name__} took a training step around its own loss, or in eval mode (did a reward "
-                "function call model.eval()?): nothing was measured or replayed"
+                f"{self._bare.__name__} took a training step without the loss that is measured here (does it have a "
+                "compute_loss of its own?), or in eval mode (did a reward function call model.eval()?): nothing was "
+                "measured or replayed"
             )
         self._measures.loss += float(loss) - sum(one.aux_share for one in self._measures.minibatches[before:])
         return loss

@@ -62,9 +62,10 @@ def routing_replay(
     replay: "none" or "R2". run_folder, first_change_tolerance: as in `moe_rl.integrations.trl`. probe: score the
     batch's first micro-batch twice more after each update.
 
-    Raises (when the trainer is made): RoutingError for options out of their ranges; settings under which the ratio is 1
-    by construction; dropout; padding-free batches, sequence parallelism, the losses of Liger and CHORD, dynamic numbers
-    of samples (once a batch was sampled) and images, whose forwards are not one call on the rows of the micro-batch.
+    Raises (when the trainer is made): RoutingError for a model without routers; options out of their ranges; settings
+    under which the ratio is 1 by construction; dropout; padding-free batches, sequence parallelism, the losses of Liger
+    and CHORD, dynamic numbers of samples (once a batch was sampled) and images, whose forwards are not one call on the
+    rows of the micro-batch.
     """
     needed = ("_prepare_batch_inputs", "_get_per_token_logps_and_entropies", "compute_loss")
     missing = [name for name in needed if not hasattr(trainer_class, name)]

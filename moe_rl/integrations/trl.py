@@ -65,21 +65,21 @@ def routing_replay(trainer_class: type) -> Any:
 
     Raises (when the trainer is made):
         TypeError: not a GRPOTrainer. AsyncGRPOTrainer computes its loss elsewhere.
-        RoutingError: TRL before 1.16; a `replay` that is not known; other options out of their ranges; settings under
-            which the ratio is 1 by construction; dropout; R3 or `measure_engine` without a source of routes; and, while
-            it trains, whatever would be a step without replay, or under routes of another policy, and an engine to be
-            measured that gives no routes or no log-probabilities.
+        RoutingError: TRL before 1.16; a model without routers; a `replay` that is not known; other options out of their
+            ranges; settings under which the ratio is 1 by construction; dropout; R3 or `measure_engine` without a
+            source of routes; and, while it trains, whatever would be a step without replay, or under routes of another
+            policy, and an engine to be measured that gives no routes or no log-probabilities.
     """
     import trl
 
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, trl.GRPOTrainer)):
         name = getattr(trainer_class, "__name__", repr(trainer_class))
-        why = "it has a loss and batches of its own, and scores no old policy" if "Async" in name else "it is none"
-        raise TypeError(f"routing_replay takes trl.GRPOTrainer or a subclass of it, got {name}: {why}")
+        why = ": it has a loss and batches of its own, and scores no old policy" if "Async" in name else ""
+        raise TypeError(f"routing_replay takes trl.GRPOTrainer or a subclass of it, got {name}{why}")
     refuse_wrapped(trainer_class)
     if Version(trl.__version__) < Version(OLDEST):
         raise RoutingError(
-            f"TRL {trl.__version__} scores and trains otherwise than what was read here: pip install 'trl>={OLDEST}'"
+            f"TRL {trl.__version__} is older than what this integration supports: pip install 'trl>={OLDEST}'"
         )
     return type(f"RoutingReplay{trainer_class.__name__}", (_RoutingReplay, trainer_class), {"_bare": trainer_class})
 

@@ -1,5 +1,6 @@
 """Routes of the engine that sampled a batch of TRL, from `rollout_func` or colocated vLLM, for R3 and measurements."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -64,7 +65,8 @@ class SampledRoutes:
 
         fields: those that `rollout_func` returned; None without one. Raises RoutingError if a sequence has no routes.
         Sets `problem` to why the engine's log-probabilities cannot be compared; it is empty if they can."""
-        found, self._collected = list(self._collected if fields is None else fields.get(FIELD, ())), []
+        given = self._collected if fields is None else fields.get(FIELD)
+        found, self._collected = [] if given is None else list(given), []
         missing = [i for i, one in enumerate(found) if one is None]
         if len(found) != len(answers) or missing:
             raise RoutingError(
@@ -102,7 +104,8 @@ def _problem(logps: Sequence[Sequence[float | None]] | None, answers: Sequence[S
     no_number = next((value for value in values if np.ndim(value) or isinstance(value, str)), None)
     if no_number is not None:
         return f"rollout_func returns a {type(no_number).__name__} for a token as 'logprobs', expected a number"
-    return "" if values or not any(answers) else "the engine that samples gave no token a log-probability"
+    known = not all(map(math.isnan, values))
+    return "" if known or not any(answers) else "the engine that samples gave no token a log-probability"
 
 
 def replayed_in_chunks(

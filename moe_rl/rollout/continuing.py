@@ -23,7 +23,7 @@ from moe_rl.rollout.completions import (
     padded,
     padding_token,
 )
-from moe_rl.rollout.task import Problem, token_ids, user_code
+from moe_rl.rollout.task import Problem, TaskError, token_ids, user_code
 
 TURNS = 4
 """Turns of the policy in one response, if the task has no `max_turns`."""
@@ -231,8 +231,10 @@ def replies(task: Any, rollout: Rollout, asked: Bool[Tensor, " B"], seconds: flo
         problem, transcript = rollout.problems[row], rollout.completions[row]
         with user_code(task, "reply", problem, transcript, seconds):
             reply = task.reply(problem, transcript)
+            if not isinstance(reply, str | None):
+                raise TaskError(f"expected a text or None, got {reply!r}")
         if reply is not None:
-            found[row] = str(reply)
+            found[row] = reply
     return found
 
 

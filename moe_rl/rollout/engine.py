@@ -16,6 +16,7 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -192,10 +193,10 @@ def check_request(
         raise ValueError(f"problems: expected Problem(prompt, answer) for each, got {shortened(str(wrong[0]))}")
     counts = {"group_size": group_size, "max_new_tokens": max_new_tokens, "max_batch": max_batch}
     for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: at least 1, got {value}")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature: 0 (greedy) or a positive number, got {temperature}")
+        if value is not None and not (isinstance(value, Integral) and value >= 1):
+            raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    if isinstance(temperature, str) or not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature: expected 0 (greedy) or a positive number, got {temperature!r}")
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------

@@ -132,12 +132,14 @@ ENGINE_KINDS = ("self", "hf", "vllm")
 CONTINUING_KINDS = ("self", "hf")
 """Kinds of engines that can continue a response (partial rollouts, several turns)."""
 KINDS_WITH = {
+    "dtype": ("hf", "vllm"),
     "experts_implementation": ("hf",),
     "router_format": ("hf",),
     "weight_format": ("hf",),
     "max_batch": ("hf", "vllm"),
     "python": ("vllm",),
     "url": ("vllm",),
+    "timeout": ("vllm",),
 }
 """For each setting that only some kinds of engines have: the kinds that have it."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -203,16 +205,14 @@ def check_engine(config: EngineConfig) -> None:
             raise EngineError(f"rollout.engine.{name}: expected one of {listed}, got {value!r}")
     for name, kinds in KINDS_WITH.items():
         value = getattr(config, name)
-        if value is not None and config.kind not in kinds:
+        if value != getattr(EngineConfig, name) and config.kind not in kinds:
+            about = " (the training model, in model.dtype)" if config.kind == "self" else ""
+            own = "pass it to your engine by rollout.engine.options" if ":" in config.kind else ""
             raise EngineError(
                 f"rollout.engine.{name}: is for kind {' or '.join(kinds)} and would change nothing of kind "
-                f"{config.kind!r}, got {value!r}; set rollout.engine.kind to {kinds[0]}, or leave it out"
+                f"{config.kind!r}{about}, got {value!r}; "
+                f"{own or f'set rollout.engine.kind to {kinds[0]}'}, or leave it out"
             )
-    if config.kind == "self" and config.dtype != EngineConfig.dtype:
-        raise EngineError(
-            f"rollout.engine.dtype: the training model samples, in model.dtype, and {config.dtype!r} would change "
-            "nothing; set rollout.engine.kind to hf, or leave it out"
-        )
     if config.max_batch is not None and config.max_batch < 1:
         raise EngineError(f"rollout.engine.max_batch: at least 1, got {config.max_batch}")
     if not 0 < config.timeout < 1e9:  # the system's clocks cannot wait for much longer

@@ -68,7 +68,7 @@ class HuggingFaceEngine(ModelEngine):
                 hf_model(copied).set_experts_implementation(config.experts_implementation)  # type: ignore[operator]  # a Tensor, for nn.Module
             except (ValueError, AttributeError, ImportError) as error:
                 raise EngineError(
-                    f"rollout.engine.experts_implementation: {config.experts_implementation!r} cannot be had here: "
+                    f"rollout.engine.experts_implementation: {config.experts_implementation!r} is not available: "
                     f"{error}"
                 ) from error
         self._round_weights()

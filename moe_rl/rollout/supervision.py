@@ -28,7 +28,7 @@ def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: ran
     beginning token) stand around the prompt alone. `logps` are 0: no policy drew these tokens.
 
     Raises:
-        TaskError: the task has no `demonstration`, or its code failed.
+        TaskError: the task has no `demonstration`, or its code failed; the tokenizer has no end token.
     """
     texts = []
     for problem in problems:
@@ -37,6 +37,11 @@ def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: ran
             if not isinstance(text, str):
                 raise TaskError(f"expected a text, got {text!r}")
             texts.append(text)
+    if tokenizer.eos_token is None:
+        raise TaskError(
+            "the tokenizer has no end token, with which a demonstration ends: set tokenizer.eos_token, and save the "
+            "tokenizer beside the model (save_pretrained)"
+        )
     prompts = encode_prompts(tokenizer, problems)
     ended = token_ids(tokenizer, [text + tokenizer.eos_token for text in texts], add_special_tokens=False)
     answers = pad_sequence([torch.tensor(ids) for ids in ended], batch_first=True, padding_value=UNWRITTEN)
@@ -45,21 +50,28 @@ def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: ran
     return replace(rollout, completions=texts)
 
 
-def step_rewards(task: Any, tokenizer: Any, rollout: Rollout) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+def step_rewards(
+    task: Any, tokenizer: Any, rollout: Rollout, seconds: float | None = None
+) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
     """Return the task's step rewards, each on the token that ends its step, and a bool mask of these tokens.
 
     A step ends on the first token that makes the step's last character complete: a character can be several tokens.
-    Rewards of steps that end on the same token (several characters in a token) add up.
+    Rewards of steps that end on the same token (several characters in a token) add up. In several turns the completion
+    includes the task's replies, and a step may end in one of them.
+
+    Args:
+        seconds: how long the task may take for one completion; None: no limit.
 
     Raises:
-        TaskError: a step that ends outside the completion.
+        TaskError: a step that ends outside the completion; the task's code failed or took too long.
     """
     B, T = rollout.input_ids.shape
     rewards, ends = torch.zeros(B, T), torch.zeros(B, T, dtype=torch.bool)
     first = rollout.completion_mask.int().argmax(1).tolist()
     for row, (problem, text) in enumerate(zip(rollout.problems, rollout.completions, strict=True)):
-        tokens = rollout.input_ids[row, first[row] : first[row] + int(rollout.lengths[row])].tolist()
-        with user_code(task, "step_rewards", problem, text):
+        answer = slice(first[row], None)
+        tokens = rollout.input_ids[row, answer][rollout.attention_mask[row, answer]].tolist()
+        with user_code(task, "step_rewards", problem, text, seconds):
             steps = [(_within(end, text), checked_reward(reward)) for end, reward in task.step_rewards(problem, text)]
         for end, reward in steps:
             column = first[row] + _token_reaching(tokenizer, tokens, text[:end])
@@ -90,16 +102,19 @@ def _token_reaching(tokenizer: Any, tokens: list[int], beginning: str) -> int:
     return min(bisect.bisect_left(range(len(tokens)), True, key=reached), len(tokens) - 1)
 
 
-def named_rewards(task: Any, rollout: Rollout) -> tuple[list[str], Float[Tensor, "B R"]]:
+def named_rewards(task: Any, rollout: Rollout, seconds: float | None = None) -> tuple[list[str], Float[Tensor, "B R"]]:
     """Return the names of the task's several rewards, and a table with one row per completion and one column per name.
 
+    Args:
+        seconds: how long the task may take for one completion; None: no limit.
+
     Raises:
-        TaskError: no reward at all, completions whose rewards have other names, or a name whose column `reward_<name>`
-            is another number.
+        TaskError: the task's code failed or took too long; no reward at all, completions whose rewards have other
+            names, or a name whose column `reward_<name>` is another number.
     """
     found: list[dict[str, float]] = []
     for problem, text in zip(rollout.problems, rollout.completions, strict=True):
-        with user_code(task, "rewards", problem, text):
+        with user_code(task, "rewards", problem, text, seconds):
             found.append({name: checked_reward(value) for name, value in task.rewards(problem, text).items()})
             if not found[-1] or found[-1].keys() != found[0].keys():
                 wanted = f"{list(found[0])} for every completion" if found[0] else "one or more rewards"

@@ -246,7 +246,11 @@ def token_ids(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
         texts = [text] if isinstance(text, str) else text
         first = next((t for t in texts if set(t) - known), texts[0])
         lacks = ", ".join(map(repr, sorted(set(first) - known)))
-        why = f": it lacks {lacks}; that of a tiny model has the task's `alphabet`" if lacks else ""
+        why = (
+            f": it lacks {lacks}; a tiny model's tokenizer has only the characters of the task's `alphabet`"
+            if lacks
+            else ""
+        )
         raise TaskError(f"the tokenizer cannot encode {first[:80]!r} ({error}){why}") from error
 
 

@@ -251,8 +251,8 @@ def check_vllm(config: EngineConfig) -> None:
         )
     if not version.startswith(tuple(f"{release}." for release in server.VERSIONS)):
         raise EngineError(
-            f"{where} has vLLM {version}, and the interfaces that are used here were read and run in {known}. Install "
-            "one of these (docs/engines.md)."
+            f"{where} has vLLM {version}; supported are {known}, because the interfaces that are used here change "
+            "between releases. Install one of these (docs/engines.md)."
         )
 
 

@@ -52,7 +52,7 @@ class FrameClient:
             header, found = unframe(answer)
         except (ValueError, MemoryError, SafetensorError) as error:
             said = self.stop()
-            raise EngineError(f"{self.name} answered {what!r} with what is no message ({error}){said}") from error
+            raise EngineError(f"{self.name} sent an answer to {what!r} that cannot be read ({error}){said}") from error
         if "error" in header:
             raise EngineError(f"{self.name} could not {what}: {header['error']}{self.said()}")
         return header, found
@@ -145,7 +145,7 @@ class HttpServer(FrameClient):
         return self._request("POST", "/ask", what, message)
 
     def stop(self) -> str:
-        """End the session with a server whose answer is no message; return an empty text to add to an error."""
+        """End the session with a server whose answer cannot be read; return an empty text to add to an error."""
         self.connection.close()  # closed first: such a server may not understand a request to end the session
         self.close()
         return ""
@@ -190,7 +190,7 @@ class HttpServer(FrameClient):
         try:
             status, said = _exchange(self.connection, method, path, self.seconds, body, length)
         except TimeoutError as error:
-            late = f"gave no answer to {what!r} in {self.seconds:g} s (rollout.engine.timeout) and was left"
+            late = f"gave no answer to {what!r} in {self.seconds:g} s (rollout.engine.timeout); the session was ended"
             words = self.said()
             self.close()
             raise EngineError(f"{self.name} {late}{words}") from error

@@ -228,7 +228,8 @@ def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tenso
     if method.advantage == "group":
         return group_advantages(rewards, rollout.group_size, method.objective.advantage_scale), None, metrics
     parts = {"task": state.task, "tokenizer": state.tokenizer, "critic": state.critic, "values": scores.values}
-    advantages, returns, more = other_advantages(method, rewards, rollout, **parts)
+    seconds = state.config.task.verifier_seconds
+    advantages, returns, more = other_advantages(method, rewards, rollout, seconds=seconds, **parts)
     return advantages, returns, {**metrics, **more}
 
 

@@ -119,6 +119,7 @@ def other_advantages(
     *,
     task: Any,
     tokenizer: Any,
+    seconds: float | None = None,
     critic: Critic | None = None,
     values: Float[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, " B"] | Float[Tensor, "B T"], Float[Tensor, "B T"] | None, dict[str, Any]]:
@@ -132,6 +133,7 @@ def other_advantages(
 
     Args:
         rewards: the reward of each response, the verifier's or a learned model's.
+        seconds: how long the task may take for the rewards of one response; None: no limit.
         critic, values: for `gae`: the value model and its predictions for the responses, units of reward.
     """
     size = rollout.group_size
@@ -149,12 +151,12 @@ def other_advantages(
             accepted = accepted_advantages(rewards)
             return accepted, None, {"accepted": float(accepted.mean())}
         case "process":
-            steps, ends = step_rewards(task, tokenizer, rollout)
+            steps, ends = step_rewards(task, tokenizer, rollout, seconds)
             count = int(ends.sum())
             metrics = {"step_reward": float(steps.sum()) / max(1, count), "steps_per_response": count / len(rollout)}
             return process_advantages(steps, ends, size, scale=method.objective.advantage_scale), None, metrics
         case "decoupled":
-            names, table = named_rewards(task, rollout)
+            names, table = named_rewards(task, rollout, seconds)
             metrics = {f"reward_{name}": float(column.mean()) for name, column in zip(names, table.T, strict=True)}
             return decoupled_advantages(table, size), None, metrics
     raise AssertionError(f"no kind of advantage that `Objective` allows: {method.advantage!r}")

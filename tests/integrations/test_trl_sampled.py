@@ -150,8 +150,10 @@ def test_log_probabilities_are_whatever_numbers_trl_takes(kind, tmp_path):
         ({"given": {"logprobs": None}}, "the engine that samples gave none"),
         ({"given": {"logprobs": [[-1.0]] * 16}}, r"sequence 0 of 16 has 1 log-probabilities .* for 2 tokens"),
         ({"per_token": None}, "gave no token a log-probability"),
+        ({"per_token": float("nan")}, "gave no token a log-probability"),
         ({"per_token": [-1.0]}, "a list for a token as 'logprobs', expected a number"),
         ({"given": {"routed_experts": []}}, r"for each of 16 sequences; got 0"),
+        ({"given": {"routed_experts": None}}, r"for each of 16 sequences; got 0"),
     ],
 )
 def test_an_engine_that_cannot_be_measured_is_an_error(options, message, tmp_path):

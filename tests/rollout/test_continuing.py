@@ -262,5 +262,7 @@ def test_a_conversation_has_as_many_turns_as_the_task_says(monkeypatch):
     assert len(turns) == 2 and all(text.count("1;") >= 2 for text in whole.completions) and len(task.asked) == 12
     with pytest.raises(TaskError, match="scripted, reply: RuntimeError: the tool is down"):
         conversed(Scripted(fails=True))
+    with pytest.raises(TaskError, match=r"other, reply: expected a text or None, got \{'role': 'tool'\}; prompt"):
+        conversed(SimpleNamespace(name="other", reply=lambda *_: {"role": "tool"}))
     spent = Scripted()
     assert conversed(spent, longest=1) is ended and not spent.asked, "no tokens are left"

@@ -326,7 +326,7 @@ def test_experts_implementation_is_the_engines_own(model):
     assert engine.model.config._experts_implementation == "eager" != model.config._experts_implementation
     rollout = respond(ModelEngine(model, TOKENIZER))
     torch.testing.assert_close(engine.logps(rollout, 1.0), forward_logps(model, rollout), rtol=1e-5, atol=1e-5)
-    with pytest.raises(EngineError, match="experts_implementation: 'fastest' cannot be had"):
+    with pytest.raises(EngineError, match="experts_implementation: 'fastest' is not available"):
         engine_of(model, experts_implementation="fastest")
 
 
@@ -356,11 +356,13 @@ def test_a_closed_engine_has_let_go_of_its_model(model):
         ({"max_batch": 0}, r"rollout\.engine\.max_batch: at least 1, got 0"),
         (
             {"kind": "self", "weight_format": "int4"},
-            r"engine\.weight_format: is for kind hf and .* of kind 'self', got 'int4'",
+            r"engine\.weight_format: is for kind hf and .* of kind 'self' .*, got 'int4'",
         ),
         ({"kind": "a.py:B", "router_format": "e5m2"}, r"engine\.router_format: is for kind hf and .* of kind 'a.py:B'"),
-        ({"kind": "self", "dtype": "float32"}, r"engine\.dtype: the training model samples.*'float32' would change"),
-        ({"kind": "self", "max_batch": 4}, r"engine\.max_batch: is for kind hf or vllm and .* of kind 'self', got 4"),
+        ({"kind": "a.py:B", "dtype": "float32"}, r"engine\.dtype: is for kind hf or vllm .* by rollout.engine.options"),
+        ({"timeout": 60.0}, r"engine\.timeout: is for kind vllm and .* of kind 'hf', got 60.0"),
+        ({"kind": "self", "dtype": "float32"}, r"'self' \(the training model, in model.dtype\), got 'float32'; set"),
+        ({"kind": "self", "max_batch": 4}, r"engine\.max_batch: is for kind hf or vllm .* of kind 'self' .*, got 4"),
     ],
 )
 def test_what_no_engine_knows_is_refused(changes, message):

@@ -132,8 +132,8 @@ def test_what_the_server_raises_is_said_and_it_goes_on(host):
     [
         ("crash", r"(?s)could not logps: vLLM's process ended while it was asked to logps with exit status 3; its "
          r"last lines:\n.*  a kernel went wrong$"),
-        ("hang", r"(?s)gave no answer to 'logps' in 1 s \(rollout.engine.timeout\) and was left; .*\n  thinking$"),
-        ("babble", r"answered 'logps' with what is no message"),
+        ("hang", r"(?s)no answer to 'logps' in 1 s \(rollout.engine.timeout\); the session was ended;.*\n  thinking$"),
+        ("babble", r"sent an answer to 'logps' that cannot be read"),
     ],
 )  # fmt: skip
 def test_a_session_that_crashes_hangs_or_babbles_ends_and_the_next_begins(host, do, message):
@@ -207,7 +207,7 @@ def test_a_token_is_wanted_where_there_is_one(tmp_path, monkeypatch):
         check_vllm(EngineConfig(kind="vllm", url=host.url))
 
     with lent(fake_python(tmp_path, SERVER), token=TOKEN) as host:
-        with pytest.raises(EngineError, match=r"says: a token is wanted. Set the variable MOE_RL_VLLM_TOKEN"):
+        with pytest.raises(EngineError, match=r"says: a token is required. Set the variable MOE_RL_VLLM_TOKEN"):
             check()
         monkeypatch.setenv("MOE_RL_VLLM_TOKEN", TOKEN[:-1])
         with pytest.raises(EngineError, match="says: wrong token"):
@@ -266,7 +266,7 @@ def test_a_host_listens_on_ipv6_too(tmp_path):
         ("POST", "/ask", b"", {"Content-Length": str(2**31 + 1)}, 413, "a request of 2147483649 bytes"),
         ("POST", "/session", b"", {}, 400, "this connection has a session"),
         ("GET", "/weights", b"", {}, 404, "no such request: GET /weights"),
-        ("GET", "/", b"", {"Origin": "http://evil.example"}, 403, "no place for a browser"),
+        ("GET", "/", b"", {"Origin": "http://evil.example"}, 403, "of web pages"),
     ],
 )
 def test_requests_that_no_trainer_makes_are_refused(host, method, path, body, headers, status, message):

@@ -64,7 +64,7 @@ def test_what_the_server_raises_is_said_and_it_goes_on(server):
             r"(?s)ended while it was asked to crash with exit status 3; its last lines:\n.*  a kernel went wrong$",
         ),
         ("hang", r"(?s)gave no answer to 'hang' in 1 s \(rollout.engine.timeout\) and was stopped; .*\n  thinking$"),
-        ("babble", r"answered 'babble' with what is no message"),
+        ("babble", r"sent an answer to 'babble' that cannot be read"),
     ],
 )
 def test_a_server_that_crashes_hangs_or_babbles_is_named_and_ended(server, do, message):

@@ -60,7 +60,7 @@ def test_an_answer_whose_length_is_no_number_is_an_error_of_the_engine(length):
         (200, b"[]", "answers, but is no vllm_host of moe_rl"),
         (200, json.dumps({"moe_rl": "abc", "versions": {}}).encode(), r"another version of moe_rl \(abc, here .*copy .*"
          r"vllm_host to that machine"),
-        (200, json.dumps({"moe_rl": digest(), "versions": {"vllm": "0.21.0"}}).encode(), "has vLLM 0.21.0, and the"),
+        (200, json.dumps({"moe_rl": digest(), "versions": {"vllm": "0.21.0"}}).encode(), "has vLLM 0.21.0; supported"),
         (200, json.dumps({"moe_rl": digest(), "versions": {}}).encode(), "has no vLLM"),
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Step rewards on their tokens, several rewards, demonstrations as a rollout."""
 
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +66,22 @@ def test_a_step_that_ends_with_a_character_of_several_tokens_ends_with_the_last_
     made = rollout([1] * 6, texts[-1])
     _, ends = step_rewards(Steps([(2, 1.0), (3, 1.0)]), tokenizer, made)
     assert ends[0, 2:].tolist() == [False, False, False, True, True, False]
+
+
+def test_a_step_after_a_reply_of_the_task_ends_on_its_own_token():
+    """In several turns the tokens of the reply (bc) are of the completion's text, and no completion tokens."""
+    made = rollout([1, 2, 1, 3, 4], "abcadef")
+    made.completion_mask[0, 3] = False
+    _, ends = step_rewards(Steps([(1, 0.5), (3, 1.0), (7, 2.0)]), Pieces(), made)
+    assert ends[0].tolist() == [False, False, True, True, False, True, False]
+
+
+def test_step_rewards_and_several_rewards_have_the_verifiers_time():
+    slow = SimpleNamespace(name="slow", step_rewards=lambda *_: time.sleep(9), rewards=lambda *_: time.sleep(9))
+    with pytest.raises(TaskError, match=r"slow, step_rewards: did not return within 0\.01 seconds"):
+        step_rewards(slow, Pieces(), rollout([1], "a"), seconds=0.01)
+    with pytest.raises(TaskError, match=r"slow, rewards: did not return within 0\.01 seconds"):
+        named_rewards(slow, rollout([1], "a"), seconds=0.01)
 
 
 @pytest.mark.parametrize("end", [0, 7])
@@ -147,5 +164,8 @@ def test_an_answer_begins_where_its_prompt_ends_whatever_the_tokenizer_puts_befo
     assert tokenizer.decode(made.input_ids[0]) == f"<{problem.prompt}{made.completions[0]}$"
     ids, _, labels = demonstration_batch(tokenizer, [problem.prompt], made.completions)
     assert torch.equal(ids, made.input_ids) and int((labels >= 0).sum()) == len(made.completions[0]) + 1
+    tokenizer.eos_token = None
+    with pytest.raises(TaskError, match=r"the tokenizer has no end token.*set tokenizer\.eos_token"):
+        demonstrate(task, tokenizer, [problem], random.Random(0))
     with pytest.raises(TaskError, match="without, demonstration: AttributeError"):
         demonstrate(SimpleNamespace(name="without"), tokenizer, [problem], random.Random(0))

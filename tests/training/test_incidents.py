@@ -141,11 +141,16 @@ def test_an_exception_or_an_exit_in_a_verifier_is_no_success(tmp_path, monkeypat
         train(MICRO, tmp_path)
 
 
-def test_a_verifier_that_does_not_return_is_stopped(tmp_path, monkeypatch):
-    failing(monkeypatch, lambda self, problem, completion: time.sleep(600))
+@pytest.mark.parametrize(
+    ("part", "advantage"), [("reward", None), ("step_rewards", "process"), ("rewards", "decoupled")]
+)
+def test_a_verifier_that_does_not_return_is_stopped(part, advantage, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"moe_rl.rollout.character_tasks.ModChain.{part}", lambda *_: time.sleep(600))
+    method = MethodConfig(objective="grpo", advantage=advantage)
     began = time.monotonic()
-    with pytest.raises(TaskError, match=r"did not return within 0\.2 seconds \(task\.verifier_seconds\); prompt"):
-        train(replace(MICRO, task=replace(MICRO.task, verifier_seconds=0.2)), tmp_path)
+    said = rf"{part}: did not return within 0\.2 seconds \(task\.verifier_seconds\); prompt"
+    with pytest.raises(TaskError, match=said):
+        train(replace(MICRO, method=method, task=replace(MICRO.task, verifier_seconds=0.2)), tmp_path)
     assert time.monotonic() - began < 500
 
 

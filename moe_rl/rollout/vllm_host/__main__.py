@@ -176,10 +176,10 @@ class Handler(BaseHTTPRequestHandler):
         """Check a request's headers and note its body's length. Raises Refusal for a browser's origin, a wrong token, a
         missing length, or a body where none belongs."""
         if "Origin" in self.headers:
-            raise Refusal(403, "this is no place for a browser")
+            raise Refusal(403, "requests of web pages (with an Origin header) are refused")
         given, secret = self.headers.get("Authorization", ""), self.server.secret
         if secret and not hmac.compare_digest(given.encode(), f"Bearer {secret}".encode()):
-            raise Refusal(401, "wrong token" if given else "a token is wanted")
+            raise Refusal(401, "wrong token" if given else "a token is required")
         length = self.headers.get("Content-Length", "0")
         if "Transfer-Encoding" in self.headers or not re.fullmatch(r"[0-9]{1,15}", length):
             raise Refusal(411, "the length of the body must be given")

@@ -128,7 +128,9 @@ class CpuEngine:
         found = [module for module in self.runner.get_model().modules() if isinstance(module, MoERunner)]
         self.routers = sorted(module.layer_id for module in found)
         if len(set(self.routers)) != len(found) or not found:
-            raise RuntimeError(f"vLLM's model has routers in layers {self.routers}: none, or two in one layer")
+            raise RuntimeError(
+                f"expected routers, at most one in each layer; vLLM's model has them in layers {self.routers}"
+            )
         for module in found:
             module.router.set_capture_fn(self._catcher(module.layer_id))
 
@@ -164,7 +166,7 @@ class CpuEngine:
             ids[start : start + len(part), layer] = part
         lost = int((ids[:, self.routers] == -1).any(2).sum())
         if lost:
-            raise RuntimeError(f"vLLM routed {lost} tokens of request {answer.request_id} unseen")
+            raise RuntimeError(f"vLLM gave no routes for {lost} (token, layer) pairs of request {answer.request_id}")
         ids[:, [layer for layer in range(self.layers) if layer not in self.routers]] = 0  # dense, as vLLM's own arrays
         return ids
 
