@@ -188,7 +188,12 @@ def _layers_by_name(sites: Sequence[str], num_layers: int) -> list[int]:
         return list(range(num_layers))
     numbers = [re.search(r"(?:^|\.)(\d+)(?:\.|$)", site) for site in sites]
     layers = [int(number[1]) if number else -1 for number in numbers]
-    if len(set(layers)) != len(sites) or min(layers) < 0 or max(layers) >= num_layers:
+    if len(set(layers)) == len(sites) and min(layers) >= 0 and max(layers) >= num_layers:
+        raise RoutingError(
+            f"the engine returned {num_layers} layers, but {sites[layers.index(max(layers))]} is layer {max(layers)}: "
+            "are these routes of another model? If the engine returns the sites alone, pass layers="
+        )
+    if len(set(layers)) != len(sites) or min(layers) < 0:
         raise RoutingError(
             f"{len(sites)} sites, but the engine returned {num_layers} layers, and the names of the sites "
             f"({sites[0]}, ...) do not say which layers they are: pass layers="

@@ -84,6 +84,8 @@ def test_engine_results_that_cannot_be_right():
         RoutedExperts.from_vllm(arrays, SITES[:1], 8)
     with pytest.raises(RoutingError, match="pass layers="):
         RoutedExperts.from_vllm(arrays, ["a.gate", "b.gate"], 8)
+    with pytest.raises(RoutingError, match=r"returned 4 layers, but model\.layers\.7\.mlp\.gate is layer 7"):
+        RoutedExperts.from_vllm(arrays, [*SITES, "model.layers.7.mlp.gate"], 8)
     with pytest.raises(RoutingError, match="sequence 1: 1 rows of routes for 3 tokens"):
         RoutedExperts.from_vllm(arrays, SITES, 8, mask=torch.tensor([[1, 1, 1], [1, 1, 1]]))
     for layers in ([-3, -2], [1, 4], [2, 2], [1]):
