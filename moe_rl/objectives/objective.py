@@ -104,6 +104,11 @@ class Objective:
             raise ValueError(unknown("Objective.gate", self.gate, GATES))
         if not isinstance(self.corrections, tuple) or not all(isinstance(x, Correction) for x in self.corrections):
             raise ValueError(f"Objective.corrections: expected a tuple of Correction, got {self.corrections!r}.")
+        if strange := [knob for knob in GATES[self.gate].knobs if not hasattr(self, knob)]:
+            raise ValueError(
+                f"Objective.gate: the keyword-only arguments of a gate are fields of Objective, which has no "
+                f"{', '.join(strange)}; gate={self.gate!r} asks for it."
+            )
         levels = GATES[self.gate].levels
         if levels and self.ratio not in levels:
             raise ValueError(
