@@ -98,6 +98,11 @@ def _unread(config: RunConfig, method: Method) -> None:
         "term of other methods is method.kl_coef",
     )
     require(
+        own.replay == "PR2" or own.predictor_learning_rate == type(own)().predictor_learning_rate,
+        f"method.predictor_learning_rate: of replay PR2, got {own.predictor_learning_rate} with replay {own.replay!r}; "
+        "leave it out",
+    )
+    require(
         method.needs_reference or not config.optim.reference_reset_every,
         f"optim.reference_reset_every: {own.objective} has no reference to reset; set method.kl_coef above 0",
     )

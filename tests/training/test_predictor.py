@@ -173,6 +173,10 @@ def test_a_run_resumes_to_the_same_numbers(changes, state_of, tmp_path):
             "R3 or PR2 speak of what the current policy samples",
         ),
         ({"method": replace(PR2.method, predictor_learning_rate=0.0)}, "method.predictor_learning_rate"),
+        (
+            {"method": replace(PR2.method, predictor_learning_rate=0.1, replay="R3")},
+            "method.predictor_learning_rate: .* with replay 'R3'",
+        ),
         ({"optim": replace(PR2.optim, share_prompts=True)}, "PR2 does not go with this optim.share_prompts"),
         (
             {"optim": replace(PR2.optim, num_minibatches=1)},
