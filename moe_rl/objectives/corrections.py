@@ -159,7 +159,10 @@ class Correction:
             *low, high = [float(number) for number in rest if number not in words]
             (lowest,) = low or [0.0]
         except ValueError:
-            raise ValueError(f"{text!r}: expected KIND:HIGH or KIND:LOW:HIGH, e.g. token_mask:0.5:5") from None
+            raise ValueError(
+                f"{text!r}: expected KIND:HIGH or KIND:LOW:HIGH, e.g. token_mask:0.5:5, each with or without :current "
+                "and :optional"
+            ) from None
         policy: Literal["old", "current"] = "current" if "current" in words else "old"
         return Correction(kind, lowest, high, policy, "optional" in words)  # type: ignore[arg-type]  # it checks
 

@@ -119,7 +119,7 @@ class Objective:
             raise ValueError(f"Objective.dual_clip belongs to gate='clip'; gate={self.gate!r} has no such ceiling.")
         if self.dual_clip is not None and self.dual_clip <= 1.0 + self.clip_high:
             raise ValueError(
-                f"Objective.dual_clip: a ceiling above 1 + clip_high = {1 + self.clip_high}, got {self.dual_clip}."
+                f"Objective.dual_clip: expected above 1 + clip_high = {1 + self.clip_high:g}, got {self.dual_clip}."
             )
         if self.gate in OF_RATIOS and self.clip_low > 1:
             raise ValueError(
