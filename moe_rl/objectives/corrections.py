@@ -19,7 +19,13 @@ from torch import Tensor
 
 from moe_rl.objectives.bounds import NOT_NEGATIVE, check_settings
 from moe_rl.objectives.divergence import binary_kl
-from moe_rl.objectives.ratios import as_bool_mask, masked_row_mean, masked_row_sum, token_log_ratio
+from moe_rl.objectives.ratios import (
+    as_bool_mask,
+    at_least_float32,
+    masked_row_mean,
+    masked_row_sum,
+    token_log_ratio,
+)
 
 CorrectionKind = Literal[
     "token_truncate",
@@ -59,7 +65,7 @@ def binary_kl_mask(
 
     logps: log pi of the sampled tokens, the numerator of the weight.
     """
-    log_weight, logps = log_weight.detach(), logps.detach()
+    log_weight, logps = log_weight.detach(), at_least_float32(logps.detach())
     apart = torch.maximum(binary_kl(logps, log_weight), binary_kl(logps - log_weight, -log_weight))
     return torch.where(apart <= high, log_weight.exp(), 0.0)
 
@@ -153,7 +159,10 @@ class Correction:
             *low, high = [float(number) for number in rest if number not in words]
             (lowest,) = low or [0.0]
         except ValueError:
-            raise ValueError(f"{text!r}: expected KIND:HIGH or KIND:LOW:HIGH, e.g. token_mask:0.5:5") from None
+            raise ValueError(
+                f"{text!r}: expected KIND:HIGH or KIND:LOW:HIGH, e.g. token_mask:0.5:5, each with or without :current "
+                "and :optional"
+            ) from None
         policy: Literal["old", "current"] = "current" if "current" in words else "old"
         return Correction(kind, lowest, high, policy, "optional" in words)  # type: ignore[arg-type]  # it checks
 

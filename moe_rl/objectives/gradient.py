@@ -82,7 +82,8 @@ def token_weights(
     after_gate = terms.after_gate()
     scaled = share * x.advantages if after_gate is None else share * x.advantages * after_gate
     if gate.flow == "row":
-        weight = torch.where(clipped, 0.0, log_ratio_at_level(scaled * slope, keep, "sequence"))
+        contributions = torch.where(scaled == 0, 0.0, scaled * slope)
+        weight = torch.where(clipped, 0.0, log_ratio_at_level(contributions, keep, "sequence"))
     else:
         weight = torch.where(scaled == 0, 0.0, scaled * importance)
         weight = _through_ratio(weight, terms) if gate.flow == "ratio" else weight

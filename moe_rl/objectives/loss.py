@@ -199,10 +199,13 @@ class Terms:
     def _gate_inputs(self) -> GateInputs:
         """Return the gate's inputs, with the log-ratio of dropped tokens (weight 0) within 60 nats: 0 * inf is NaN."""
         weight, level = self.after_gate(), self.inputs.level_log_ratio
-        if weight is None or GATES[self.objective.gate].flow == "row":  # its mean needs the log-ratios of all tokens
+        if weight is None:
             return self.inputs
+        dropped = weight == 0
+        if GATES[self.objective.gate].flow == "row":  # the mean of a token that stays needs the log-ratios of all
+            dropped = (dropped | ~self.inputs.mask).all(-1, keepdim=True)
         bounded = level.detach().clamp(min=-_IN_RANGE, max=_IN_RANGE)
-        return replace(self.inputs, level_log_ratio=torch.where(weight == 0, bounded, level))
+        return replace(self.inputs, level_log_ratio=torch.where(dropped, bounded, level))
 
     def after_gate(self) -> Float[Tensor, "B T"] | None:
         """Return the product of the weights that multiply a token's surrogate; None if there are none.

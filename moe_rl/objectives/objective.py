@@ -104,6 +104,11 @@ class Objective:
             raise ValueError(unknown("Objective.gate", self.gate, GATES))
         if not isinstance(self.corrections, tuple) or not all(isinstance(x, Correction) for x in self.corrections):
             raise ValueError(f"Objective.corrections: expected a tuple of Correction, got {self.corrections!r}.")
+        if strange := [knob for knob in GATES[self.gate].knobs if not hasattr(self, knob)]:
+            raise ValueError(
+                f"Objective.gate: the keyword-only arguments of a gate are fields of Objective, which has no "
+                f"{', '.join(strange)}; gate={self.gate!r} asks for it."
+            )
         levels = GATES[self.gate].levels
         if levels and self.ratio not in levels:
             raise ValueError(
@@ -114,7 +119,7 @@ class Objective:
             raise ValueError(f"Objective.dual_clip belongs to gate='clip'; gate={self.gate!r} has no such ceiling.")
         if self.dual_clip is not None and self.dual_clip <= 1.0 + self.clip_high:
             raise ValueError(
-                f"Objective.dual_clip: a ceiling above 1 + clip_high = {1 + self.clip_high}, got {self.dual_clip}."
+                f"Objective.dual_clip: expected above 1 + clip_high = {1 + self.clip_high:g}, got {self.dual_clip}."
             )
         if self.gate in OF_RATIOS and self.clip_low > 1:
             raise ValueError(

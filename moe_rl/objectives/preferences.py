@@ -42,9 +42,13 @@ def dpo_coefficients(
 
     Differs: the paper drops the constant factor beta.
 
+    Raises:
+        ValueError: shapes that differ: every response would be paired with every other.
+
     >>> dpo_coefficients(torch.tensor([1.0]), torch.tensor([1.0]))
     tensor([0.5000])
     """
+    check_shapes(chosen_margin, {"rejected_margin": rejected_margin}, "chosen_margin")
     return torch.sigmoid(beta * (rejected_margin - chosen_margin)).detach()
 
 

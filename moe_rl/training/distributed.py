@@ -177,7 +177,7 @@ class Group(Ranks):
 
         Raises DistributedError if `count` is below the number of ranks."""
         if count < self.size:
-            raise DistributedError(f"{count} things cannot be shared by {self.size} ranks: one each at least")
+            raise DistributedError(f"{count} rows or prompts cannot be shared by {self.size} ranks: one each at least")
         rank = self.rank if rank is None else rank
         start, stop = ((r * count) // self.size for r in (rank, rank + 1))
         return range(start, stop)

@@ -103,7 +103,7 @@ def run(state: State) -> None:
             steps(state)
     except NotFiniteError as error:
         kept = keep_incident(state, error)
-        raise FloatingPointError(f"step {state.step}, {error}. What it came of is in {kept}.") from error
+        raise FloatingPointError(f"step {state.step}, {error}. The tensors that led to it are in {kept}.") from error
 
 
 def steps(state: State) -> None:

@@ -146,8 +146,8 @@ def policy_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     trained = config.freeze_router or any(p.requires_grad for p in own)
     if config.router_lr_multiplier != 1 and not trained:
         raise ValueError(
-            f"optim.router_lr_multiplier: {config.router_lr_multiplier} of a learning rate that no router has, since "
-            "model.lora adapts none; set model.lora.train_router, or leave the multiplier out"
+            f"optim.router_lr_multiplier: {config.router_lr_multiplier} has no effect: model.lora trains no router; "
+            "set model.lora.train_router to true, or leave the multiplier out"
         )
     if config.freeze_router:
         for parameter in own:

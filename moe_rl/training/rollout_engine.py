@@ -164,8 +164,8 @@ class SyncGuard:
         if count := int(self.worst(float(len(silent)))):
             which = f", first {', '.join(silent[:3])}" if silent else " of another rank"
             raise EngineError(
-                f"weight sync: {count} of the tensors tried do not reach the rollout engine{which}: changed and "
-                "synced, they moved no log-probability"
+                f"weight sync: {count} of the tensors tried do not reach the rollout engine{which}: after each was "
+                "changed and synced, the engine gave unchanged log-probabilities. Does sync() copy all of them?"
             )
         self.engine.sync(self.model.state_dict(), self.engine.version)
         back = self.worst(self._distance(self._engine_logps(), loaded))
@@ -262,8 +262,10 @@ def rebuilt(engine: Engine, model: nn.Module) -> Engine:
     """
     if not isinstance(engine, HuggingFaceEngine):
         raise EngineError(
-            f"weight sync {engine.version}: whether the gap is the engine's arithmetic is told by one made anew, and "
-            f"of a sharded model {type(engine).__name__} cannot be made a second time: give it a method renewed()"
+            f"weight sync {engine.version}: the rollout engine differs from the training model by more than the "
+            "tolerance. Only an engine built anew could show whether its arithmetic is the reason, and with a sharded "
+            f"model no second {type(engine).__name__} can be built: give the class a method renewed() that returns an "
+            "engine built anew (docs/extending.md)"
         )
     fresh = copy.copy(engine)
     fresh.model = copy.deepcopy(engine.model)

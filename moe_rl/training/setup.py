@@ -163,8 +163,8 @@ def check_forward(model: nn.Module) -> None:
         if "dtype" not in str(error) and "scalar type" not in str(error):
             raise
         raise ModelError(
-            f"distributed.router_fp32: {type(causal_lm(model)).__name__} does not go on with the fp32 gates of such "
-            f"routers ({str(error).splitlines()[0]}); set it to false, or model.dtype to float32"
+            f"distributed.router_fp32: {type(causal_lm(model)).__name__} cannot multiply fp32 gates with 16-bit hidden "
+            f"states ({str(error).splitlines()[0]}); set it to false, or model.dtype to float32"
         ) from error
 
 

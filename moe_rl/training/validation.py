@@ -98,6 +98,11 @@ def _unread(config: RunConfig, method: Method) -> None:
         "term of other methods is method.kl_coef",
     )
     require(
+        own.replay == "PR2" or own.predictor_learning_rate == type(own)().predictor_learning_rate,
+        f"method.predictor_learning_rate: only replay PR2 has predictors, got {own.predictor_learning_rate} with "
+        f"replay {own.replay!r}; leave it out",
+    )
+    require(
         method.needs_reference or not config.optim.reference_reset_every,
         f"optim.reference_reset_every: {own.objective} has no reference to reset; set method.kl_coef above 0",
     )
@@ -172,8 +177,8 @@ def _engine(config: RunConfig, method: Method) -> None:
     other = config.rollout.engine.kind != "self"
     require(
         method.source == "policy" or not (other or config.method.replay in OF_SAMPLER),
-        "method.source: a rollout engine and replay R3 or PR2 speak of what the current policy samples, got "
-        f"{method.source!r} responses; use rollout.engine.kind: self, and replay none or R2",
+        "method.source: a rollout engine and replay R3 or PR2 need responses of the current policy, got source "
+        f"{method.source!r}; use rollout.engine.kind: self, and replay none or R2",
     )
 
 
@@ -228,25 +233,25 @@ def _levers(config: RunConfig, method: Method) -> None:
     own, optim = config.method, config.optim
     require(
         own.keep == 1 or own.replay == "R2",
-        f"method.keep: the part of the routes that R2 replays, got {own.keep} with replay {own.replay!r}. R3 scores "
-        "the old policy under the engine's routes, all of them; use replay R2, or keep 1",
+        f"method.keep: only replay R2 can replay a part of the routes, got {own.keep} with replay {own.replay!r}; set "
+        "method.replay: R2, or leave keep out",
     )
-    require(own.keep < 1 or own.keep_by == "margin", "method.keep_by: chooses rows where method.keep is below 1")
+    require(own.keep < 1 or own.keep_by == "margin", "method.keep_by: only for method.keep below 1; leave it out")
     chosen = own.keep_sites
-    require(chosen is None or own.replay == "R2", "method.keep_sites: the sites that R2 replays; set method.replay: R2")
+    require(chosen is None or own.replay == "R2", "method.keep_sites: only for replay R2; set method.replay: R2")
     require(
         chosen is None or 0 < len(chosen) == len(set(chosen)),
         f"method.keep_sites: one or more different sites, got {list(chosen or ())}; leave it out to replay all",
     )
     require(
         optim.expert_bias_loads == "used" or (optim.expert_bias_rate > 0 and own.replay != "none"),
-        f"optim.expert_bias_loads {optim.expert_bias_loads!r}: what a bias follows under replay; set "
-        "optim.expert_bias_rate above 0 and method.replay to R2 or R3, or leave it at used",
+        f"optim.expert_bias_loads: {optim.expert_bias_loads!r} has an effect only with an expert bias under replay; "
+        "set optim.expert_bias_rate above 0 and method.replay to R2 or R3, or leave it at used",
     )
     require(
         optim.router_lr_multiplier == 1 or not optim.freeze_router,
-        f"optim.router_lr_multiplier: {optim.router_lr_multiplier:g} of a learning rate that frozen routers "
-        "(optim.freeze_router) do not have; set it to 1, or optim.freeze_router to false",
+        f"optim.router_lr_multiplier: {optim.router_lr_multiplier:g} has no effect, since optim.freeze_router keeps "
+        "the routers fixed; set it to 1, or optim.freeze_router to false",
     )
     if optim.expert_bias_rate:
         require(

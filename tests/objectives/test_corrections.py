@@ -60,6 +60,20 @@ def test_binary_kl_mask_golden():
     torch.testing.assert_close(binary_kl_mask(pi - mu, pi, 0.16)[0, 4], double([[1 / 3]])[0, 0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_log_probabilities_of_16_bits_are_judged_in_fp32(dtype):
+    """1 - p of a likely token loses most of its digits in 16 bits: tokens that had not moved were dropped."""
+    old, rollout = (torch.tensor([row], dtype=dtype) for row in ([0.0, -0.02, -0.5], [0.0, -0.02, -1.0]))
+    arguments = old, old, torch.ones(1), torch.ones(1, 3)
+    out = policy_loss("grpo_kpop", *arguments, rollout_logps=rollout)
+    whole = policy_loss("grpo_kpop", *(x.float() for x in arguments), rollout_logps=rollout.float())
+    assert torch.equal(out.tokens.correction_weight, whole.tokens.correction_weight)
+    assert out.tokens.correction_weight.tolist() == [[1.0, 1.0, 0.0]]
+    apart = Correction("binary_kl_mask", high=1e-6)  # what has not moved is kept under any threshold
+    tight = policy_loss(replace(OBJECTIVES["grpo"], corrections=(apart,)), *arguments, rollout_logps=rollout)
+    assert tight.tokens.correction_weight.tolist() == [[1.0, 1.0, 0.0]]
+
+
 def test_off_policy_mask_golden():
     # mean log(mu/pi) = -mean log w: row 0: log 2 -> dropped where A < 0; row 1: -log 2 -> kept
     log_weight = double([[0.25, 1.0], [2.0, 2.0]]).log()
@@ -118,16 +132,17 @@ def test_an_optional_correction_without_rollout_log_probabilities_is_weight_one(
     assert "correction_weight_mean" not in out.metrics
 
 
+MEAN = replace(OBJECTIVES["gmpo"], corrections=(Correction("geometric_mask", 0.99, 1.01),))
 PRODUCT = replace(OBJECTIVES["grpo"], ratio="sequence_product", corrections=(Correction("geometric_mask", 0.99, 1.01),))
 
 
 @pytest.mark.parametrize(
     ("objective", "moves"),
-    [(OBJECTIVES["grpo_icepop"], [0.0, 94.0]), (PRODUCT, [0.03] * 4000)],
-    ids=["token", "sequence"],
+    [(OBJECTIVES["grpo_icepop"], [0.0, 94.0]), (PRODUCT, [0.03] * 4000), (MEAN, [95.0, 93.0])],
+    ids=["token", "sequence", "mean"],
 )
 def test_a_dropped_token_contributes_nothing_though_its_ratio_overflows(objective, moves):
-    """One for its own ratio, and a sequence for the product of many small ones; the sampler is the policy of now."""
+    """One for its own ratio, and a sequence for a product or a mean; the sampler is the policy of now."""
     logps = torch.full((1, len(moves)), -1.0, requires_grad=True)
     old, rollout = logps.detach() - torch.tensor([moves]), logps.detach()
     arguments = old, torch.tensor([-1.0]), torch.ones_like(old, dtype=torch.bool)

@@ -65,6 +65,8 @@ def test_dual_clip_golden():
     torch.testing.assert_close(out.loss, double(5.0))
     assert out.clipped.tolist() == [[True, False]]
     torch.testing.assert_close(slope, double([[0.0, 2.0]]))
+    on_the_ceiling = replace(OBJECTIVES["dual_clip"], dual_clip=2.0)
+    assert run(on_the_ceiling, [[2.0]], [-1.0])[0].clipped.tolist() == [[False]], "clipped is what is beyond it"
 
 
 def test_sapo_golden():

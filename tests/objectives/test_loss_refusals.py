@@ -17,6 +17,7 @@ from moe_rl.objectives import (
     Correction,
     Gated,
     Objective,
+    dpo_coefficients,
     dpo_loss,
     gate,
     generalized_advantages,
@@ -136,7 +137,7 @@ def test_rewards_and_pairs_that_would_broadcast_are_refused(unannotated):
         generalized_advantages(torch.ones(3), z, some)  # one reward a response, on every token of others
     with pytest.raises(ValueError, match="returns: expected the shape of values"):
         value_loss(z, z, z[:, :1], some)
-    for loss in (dpo_loss, reward_model_loss):
+    for loss in (dpo_loss, reward_model_loss, dpo_coefficients):
         with pytest.raises(ValueError, match=r"rejected_\w+: expected the shape of chosen_\w+, \(3,\), got \(3, 1\)"):
             loss(z[0], z[:, :1])
 
@@ -158,6 +159,12 @@ def test_a_gate_that_is_not_one_is_refused(monkeypatch):
         gate(name, flow="logps")(function)
         with pytest.raises(ValueError, match=f"gate '{name}'.*{said}"):
             policy_loss(Objective(gate=name), two, two, torch.ones(1), torch.ones(1, 2))
+
+
+def test_a_gate_that_asks_for_no_field_of_an_objective_is_refused(monkeypatch):
+    monkeypatch.setitem(GATES, "mine", replace(GATES["none"], knobs=("clip_low", "width")))
+    with pytest.raises(ValueError, match="fields of Objective, which has no width; gate='mine' asks for it"):
+        Objective(gate="mine")
 
 
 def test_a_gate_of_another_flow_is_refused():

@@ -357,7 +357,7 @@ def test_the_start_up_test_leaves_the_policy_as_it_was(state_of, tmp_path):
 
 def test_an_engine_of_ones_own_is_asked_to_say_how_it_is_made_anew_for_a_sharded_model():
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(EngineError, match=r"ModelEngine cannot be made a second time: give it a method renewed\(\)"):
+    with pytest.raises(EngineError, match=r"no second ModelEngine can be built: give the class a method renewed\(\)"):
         rebuilt(ModelEngine(model, None), model)
 
 
@@ -382,7 +382,7 @@ def test_of_many_tensors_one_of_each_kind_is_tried_at_different_depths():
         (changed({"kind": "remote"}), r"rollout\.engine\.kind: expected one of self, hf"),
         (
             changed(method={"objective": "sft"}),
-            "method.source: a rollout engine and replay R3 or PR2 speak of what the current",
+            "method.source: a rollout engine and replay R3 or PR2 need responses of the current",
         ),
         (changed({}, {"objective": "rft", "replay": "R3"}), "method.source: a rollout engine and replay R3"),
     ],

@@ -215,15 +215,15 @@ def test_a_part_of_all_is_all(state_of, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (replace(QUIET, method=MethodConfig(keep=0.5)), "method.keep: the part of the routes that R2 replays"),
+        (replace(QUIET, method=MethodConfig(keep=0.5)), "method.keep: only replay R2 can replay a part"),
         (replace(QUIET, method=MethodConfig(replay="R2", keep_by="random")), "method.keep_by"),
-        (replace(QUIET, method=MethodConfig(keep_sites=(0,))), "method.keep_sites: the sites that R2 replays"),
+        (replace(QUIET, method=MethodConfig(keep_sites=(0,))), "method.keep_sites: only for replay R2"),
         (
             replace(QUIET, method=MethodConfig(replay="R2", keep_sites=())),
             "method.keep_sites: one or more different sites",
         ),
-        (with_optim(freeze_router=True, router_lr_multiplier=0.1), "router_lr_multiplier: 0.1 of a learning rate that"),
-        (with_optim(expert_bias_rate=0.1, expert_bias_loads="live"), "what a bias follows under replay"),
+        (with_optim(freeze_router=True, router_lr_multiplier=0.1), "router_lr_multiplier: 0.1 has no effect"),
+        (with_optim(expert_bias_rate=0.1, expert_bias_loads="live"), "has an effect only with an expert bias"),
         (with_optim(MICRO_KL, expert_bias_rate=0.1, reference_reset_every=1), "cannot be reset"),
         (
             with_optim(replace(MICRO_KL, model=replace(QUIET.model, lora=LoraConfig(rank=2))), expert_bias_rate=0.1),

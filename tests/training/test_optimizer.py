@@ -110,7 +110,7 @@ def test_adapters_on_routers_have_the_routers_learning_rate_and_gradient(lora, s
 
 
 def test_a_rate_of_routers_that_are_not_trained_is_refused(state_of, tmp_path):
-    with pytest.raises(ValueError, match=r"optim.router_lr_multiplier: 0.1 .* model.lora adapts none"):
+    with pytest.raises(ValueError, match=r"optim.router_lr_multiplier: 0.1 .* model.lora trains no router"):
         state_of(of_lora(LoraConfig(rank=2), router_lr_multiplier=0.1), tmp_path)
 
 

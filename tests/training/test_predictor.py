@@ -167,12 +167,16 @@ def test_a_run_resumes_to_the_same_numbers(changes, state_of, tmp_path):
     ("changes", "message"),
     [
         ({"method": replace(PR2.method, noise=0.1)}, "PR2 does not go with this method.noise"),
-        ({"method": replace(PR2.method, keep=0.5)}, "the part of the routes that R2 replays"),
+        ({"method": replace(PR2.method, keep=0.5)}, "only replay R2 can replay a part of the routes"),
         (
             {"method": replace(PR2.method, source="initial")},
-            "R3 or PR2 speak of what the current policy samples",
+            "R3 or PR2 need responses of the current policy",
         ),
         ({"method": replace(PR2.method, predictor_learning_rate=0.0)}, "method.predictor_learning_rate"),
+        (
+            {"method": replace(PR2.method, predictor_learning_rate=0.1, replay="R3")},
+            "method.predictor_learning_rate: .* with replay 'R3'",
+        ),
         ({"optim": replace(PR2.optim, share_prompts=True)}, "PR2 does not go with this optim.share_prompts"),
         (
             {"optim": replace(PR2.optim, num_minibatches=1)},

@@ -338,7 +338,7 @@ def test_shares_are_consecutive_and_cover_everything():
     assert list(ranks_of().share(5)) == [0, 1, 2, 3, 4]
     three = SimpleNamespace(size=3, rank=0)
     assert [list(Group.share(three, 7, rank)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
-    with pytest.raises(DistributedError, match="2 things cannot be shared by 3"):
+    with pytest.raises(DistributedError, match="2 rows or prompts cannot be shared by 3"):
         Group.share(three, 2)
     two = SimpleNamespace(size=2, rank=1, share=lambda count, rank: range(count // 2))
     with pytest.raises(DistributedError, match="rank 1 has 3 rows to gather; its share is 2"):

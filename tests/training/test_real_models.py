@@ -239,7 +239,7 @@ def test_a_family_that_cannot_go_on_with_fp32_gates_is_refused_before_it_samples
     config = JetMoeConfig(**SIZES, kv_channels=8, num_local_experts=4, vocab_size=len(tokenizer()))
     run = saved(config, questions, tmp_path)
     low = replace(run, model=replace(run.model, dtype="bfloat16"))
-    with pytest.raises(ModelError, match=r"distributed.router_fp32: JetMoeForCausalLM does not go on with the fp32"):
+    with pytest.raises(ModelError, match=r"distributed.router_fp32: JetMoeForCausalLM cannot multiply fp32 gates"):
         begin(replace(low, distributed=DistributedConfig(router_fp32=True)), tmp_path / "run")
     begin(low, tmp_path / "without")
     begin(replace(run, distributed=DistributedConfig(router_fp32=True)), tmp_path / "in_fp32")
