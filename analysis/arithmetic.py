@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=128, help="held-out prompts of each run (default 128)")
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args()
+    if options.prompts < 1:
+        parser.error(f"--prompts {options.prompts}: at least one is needed")
     torch.set_num_threads(1)  # the fastest for tiny policies
     named = [f"{arm.resolve().parent.name}: {arm.name}" for arm in options.arms]
     if twice := sorted({name for name in named if named.count(name) > 1}):

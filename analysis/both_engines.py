@@ -4,7 +4,7 @@
 
 Every finished run of a study, including the runs of the study's roundings, answers held-out prompts of its own task
 with its final weights, once by each engine: the same prompts, and the same random numbers for sampling. Three tables
-come of it; the last two are printed, and --to DIR writes all three:
+come of it (two if no arms are compared); all but the first are printed, and --to DIR writes all:
 
 - `both_engines.csv`: one row per run;
 - `engine_rewards.csv`: means over seeds of each arm, a seed's roundings averaged first, with Student's 95 % intervals:
@@ -121,7 +121,7 @@ def comparisons(
             if rounding == "pooled":
                 told[["p_adjusted", "verdict"]] = [float("nan"), ""]
             found.append(told)
-    return pd.concat(found, ignore_index=True) if pairs else pd.DataFrame()
+    return pd.concat(found, ignore_index=True)
 
 
 def table_of(study: StudyData, arms: Sequence[str] | None, prompts: int, formats: Sequence[str]) -> pd.DataFrame:
@@ -145,10 +145,16 @@ def main() -> None:
     )
     parser.add_argument("--arms", nargs="+", help="only these arms")
     parser.add_argument("--prompts", type=int, default=512, help="held-out prompts of each run (default %(default)s)")
-    parser.add_argument("--to", type=Path, metavar="DIR", help="also write the three tables here")
+    parser.add_argument("--to", type=Path, metavar="DIR", help="also write the tables here")
     options = parser.parse_args()
+    if options.prompts < 1:
+        parser.error(f"--prompts {options.prompts}: at least one is needed")
     torch.set_num_threads(1)  # the fastest for tiny policies
-    study, options.formats = load(options.study), list(dict.fromkeys(options.formats))
+    options.formats = list(dict.fromkeys(options.formats))
+    try:
+        study = load(options.study)
+    except ValueError as error:  # no such folder, damaged files
+        parser.exit(1, f"{error}\n")
     finished = {run.arm for data in (study, *study.roundings.values()) for run in data.runs if run.finished}
     lacking = [arm for arm in options.arms or () if arm not in finished]
     if lacking or not finished:
@@ -157,12 +163,10 @@ def main() -> None:
         )
     table = table_of(study, options.arms, options.prompts, options.formats)
     pairs = [pair for pair in pairs_to_compare(study) if set(pair) <= set(table["arm"])]
-    tables = {
-        "both_engines": table,
-        "engine_rewards": summary(table, options.formats),
-        "rounding_costs": comparisons(table, options.formats, pairs, interest(study)),
-    }
-    for name in ("engine_rewards", "rounding_costs"):
+    tables = {"both_engines": table, "engine_rewards": summary(table, options.formats)}
+    if pairs:
+        tables["rounding_costs"] = comparisons(table, options.formats, pairs, interest(study))
+    for name in list(tables)[1:]:
         print(tables[name].round(3).to_string(index=False), end="\n\n")
     for name, found in tables.items() if options.to else ():
         digits = "%.10g" if name == "both_engines" else "%.6g"  # exact means of 512 rewards: equal ones stay equal

@@ -18,6 +18,7 @@ import pandas as pd
 from moe_rl.files import write_atomic
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.study import StudyData, load
+from moe_rl.study.comparing import declared, interest
 from moe_rl.study.roundings import NATIVE
 from moe_rl.study.statistics import student_interval
 
@@ -70,9 +71,8 @@ def rows_of(found: pd.DataFrame, pairs: list[tuple[str, str]], steps: int) -> It
 
 def windows_table(data: StudyData, steps: int) -> pd.DataFrame:
     """Return the windows of a study and of its roundings in one table. Raises ValueError as `windows_of` does."""
-    interest = float(data.config.get("interest", 0.05))
-    pairs = [(str(arm), str(other)) for arm, other in data.config.get("comparisons") or ()]
-    found = {name: windows_of(one, steps, interest) for name, one in {NATIVE: data, **data.roundings}.items()}
+    pairs = declared(data) or []
+    found = {name: windows_of(one, steps, interest(data)) for name, one in {NATIVE: data, **data.roundings}.items()}
     if len(found) > 1:
         together = pd.concat(found.values()).groupby(PLACE, sort=False, as_index=False, observed=True)
         found[ALL] = together.agg({"reward": "mean", "held_out": "mean", "declined": "sum"})

@@ -322,12 +322,13 @@ class RunWriter:
             return
         try:
             there = parse_yaml(path.read_bytes())
+            if not isinstance(there, dict):
+                raise ValueError("it holds no mapping of settings")
         except OSError as error:
             raise RunFolderError(f"{path} cannot be read ({error.strerror}). Nothing was changed.") from error
         except ValueError as error:
             raise RunFolderError(f"{path} is damaged: {error}. Move {self.folder} away to run again.") from error
-        known = laid_over(defaults, there) if isinstance(there, dict) else there
-        changed = differences(known, config)
+        changed = differences(laid_over(defaults, there), config)
         changed = {name: pair for name, pair in changed.items() if name not in ("optim.steps", *free)}
         if changed:
             raise RunFolderError(

@@ -284,7 +284,12 @@ def test_a_vllm_that_another_machine_lends_serves_one_run_at_a_time(study, monke
             ["study", "micro.yaml", "--arms", "grpo,gspo"],
             "unknown arm 'grpo,gspo' in micro.yaml; arms are separated by spaces",
         ),
-        (["study", "micro.yaml", "--seeds"], "seeds"),
+        (["study", "micro.yaml", "--seeds"], "--seeds: at least one is needed"),
+        (["study", "micro.yaml", "--arms"], "--arms: at least one is needed"),
+        (
+            ["study", "micro.yaml", "--method.objective", "gspo"],
+            "error: the study with the options of this command: arms.gspo: the same configuration as arm 'grpo'",
+        ),
         (["study", "micro.yaml", "--seeds", "0,1"], "seeds are separated by spaces, e.g. --seeds 0 1"),
         (["study", "micro.yaml", "--seeds", "0", "0"], "--seeds[1]: seed 0 is given twice"),
         (["study", "micro.yaml", "--seeds", "-1"], "--seeds[0]: expected a whole number of at least 0"),

@@ -78,6 +78,19 @@ def test_settings_that_cannot_be_read_are_not_called_damaged(tmp_path):
         RunWriter(tmp_path, arm="a", config={})
 
 
+@pytest.mark.parametrize("content", ["", "- grpo", "grpo"])
+def test_settings_that_are_no_mapping_are_damaged_not_another_configuration(tmp_path, content):
+    folder = tmp_path / "a" / "seed0"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(content)
+    (folder / "metrics.jsonl").write_text("")
+    said = r"config\.yaml is damaged: it holds no mapping of settings\. Move .* away to run again"
+    with pytest.raises(DamagedRunError, match=said):
+        check_folder(RunConfig(), folder)
+    with pytest.raises(RunFolderError, match=said):
+        RunWriter(tmp_path, arm="a", config={})
+
+
 def test_other_programs_say_what_was_before_their_settings(tmp_path):
     old = {"arguments": {"beta": 0.0}, "replay": "R2"}
     RunWriter(tmp_path, arm="a", config=old).close()

@@ -64,7 +64,11 @@ def read_capture(
     if not path.is_file():
         raise DriftError(f"there is no file {path}")
     prompts: list[str] | None = None
-    notes = [] if pad is None or path.suffix not in UNPADDED else [f"--pad-token-id is not of {path.suffix}"]
+    notes = (
+        []
+        if pad is None or path.suffix not in UNPADDED
+        else [f"--pad-token-id does nothing: no sequence of {path.suffix} is padded"]
+    )
     try:
         if path.suffix == ".jsonl":
             found, prompts = _lines(path, num_experts_per_tok, notes, likely)
@@ -230,8 +234,9 @@ def _lines(
                 if not shaped:
                     flat[len(found)] = where
             except (ValueError, KeyError, TypeError) as error:
+                why = f"it has no {error}" if isinstance(error, KeyError) else error
                 raise DriftError(
-                    f"{where}: {type(error).__name__}: {error}; expected tokens (or prompt_token_ids and token_ids) "
+                    f"{where}: {why}; expected tokens (or prompt_token_ids and token_ids) "
                     "and routed_experts [rows, layers, K]"
                 ) from error
             if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):

@@ -144,11 +144,12 @@ class Checkpoints:
 
 @contextmanager
 def named(which: str) -> Iterator[None]:
-    """Context manager: turn ModelErrors of loading into DriftErrors that name the checkpoint `which`."""
+    """Context manager: turn ModelErrors of loading into DriftErrors that name the checkpoint `which`, or the option."""
     try:
         yield
     except ModelError as error:
-        raise DriftError(str(error).replace("model.path", which)) from error
+        said = str(error).replace("model.experts_implementation", "--experts-implementation")
+        raise DriftError(said.replace("model.path", which)) from error
 
 
 def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_remote_code: bool = False) -> Checkpoints:

@@ -22,6 +22,7 @@ from moe_rl.drift.captured import (
     twice,
 )
 from moe_rl.drift.route_search import PENALTY, SEARCHED, Explanation, explanations, pairs_of, slots_of
+from moe_rl.study.words import count
 
 PREFIX = 4
 """Fewest tokens of a prefix of other routes, and of the rest of its sequence, that are told apart."""
@@ -183,7 +184,7 @@ def _expected_layers(captured: Captured, own: OwnRoutes, layers: int) -> tuple[t
     if layers == L:
         text = f"{L} layers were captured of {own.num_layers}: layer 0 of the capture is {own.sites[0]}"
         return tuple(range(L)), [Finding("dense layers left out", text, fault=False)]
-    text = f"{layers} layers were captured; the model has {own.num_layers}, of which {L} route"
+    text = f"{count(layers, 'layer')} captured; the model has {own.num_layers}, of which {L} route"
     return tuple(layer if layer < layers else -1 for layer in own.layers), [Finding("wrong shape", text)]
 
 
@@ -202,7 +203,7 @@ def _starts(captured: Captured, own: OwnRoutes, lengths: Sequence[int]) -> tuple
         return starts, []
     b = short[0]
     left_out = f"the first {starts[b]} tokens have none (cache hits, or the prompt was left out)"
-    text = f"{len(short)} sequences, first {b}: {len(captured.ids[b])} rows for {lengths[b]} tokens; "
+    text = f"{count(len(short), 'sequence')}, first {b}: {count(len(captured.ids[b]), 'row')} for {lengths[b]} tokens; "
     return starts, [Finding(PREFIXES, text + left_out) if starts[b] else Finding("wrong shape", f"{text}cut off")]
 
 
@@ -274,7 +275,7 @@ def _other_requests(work: TokenRows, own: OwnRoutes, best: Explanation) -> tuple
         kept &= ~early
     compared = int(kept.sum())
     if compared < 32:
-        work.found("few tokens", f"{compared} tokens can be compared: too few to be sure", fault=False)
+        work.found("few tokens", f"{count(compared, 'token')} can be compared: too few to be sure", fault=False)
     return compared, chance
 
 

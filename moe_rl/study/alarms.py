@@ -148,8 +148,8 @@ def _added(name: Any, given: Any, known: list[str]) -> Alarm:
     where = f"alarms.{name}"
     if not isinstance(given, Mapping):
         raise AlarmError(
-            f"{where}: no such alarm; known: {', '.join(known)}{nearest(str(name), known)}. One of your own says what "
-            "it watches: {metric: KIND.NAME, above: NUMBER}"
+            f"{where}: no such alarm (one of your own is a mapping: {{metric: KIND.NAME, above: NUMBER}})"
+            f"{nearest(str(name), known)}"
         )
     if unknown := [field for field in given if field not in FIELDS]:
         raise AlarmError(f"{where}.{unknown[0]}: no such field; there are {', '.join(FIELDS)}")

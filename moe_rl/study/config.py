@@ -245,14 +245,14 @@ def run_settings(config: RunConfig) -> dict[str, Any]:
     return {**plain(config), "objective": plain(resolved_objective(config))}
 
 
-def changed_settings(stored: Any, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+def changed_settings(stored: dict[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which a run's `config.yaml`, read as plain data, differs from `config`, with both values.
 
     A setting that the version which wrote the file did not know counts as its default. Left out are settings that
     change no number (`FREE`), and how many processes are expected: a run may go on with others.
     """
     stored = with_defaults(stored, config)
-    if isinstance(stored, dict) and config.method.objective != DPO:
+    if config.method.objective != DPO:
         objective = resolve_method(config, budget=1).objective
         stored["objective"] = with_defaults(stored.get("objective"), objective)
     changed = differences(stored, run_settings(config))
@@ -288,7 +288,7 @@ def build(cls: Any, data: Any, where: str) -> Any:
         values[key] = _convert(hints[key], value, name)
     for f in dataclasses.fields(cls):
         if f.name not in values and f.default is f.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{where or cls.__name__}: missing field {f.name!r}")
+            raise ConfigError(f"{where}.{f.name}: is missing".lstrip("."))
     try:
         return cls(**values)
     except ValueError as error:  # a class that checks its own values

@@ -132,12 +132,16 @@ def check_other_seeds(study: StudyConfig, place: Path) -> None:
 def _study_yaml(study: StudyConfig, place: Path, whole: StudyConfig) -> str:
     """Return the text of a folder's `study.yaml`, which every run in the folder reads.
 
-    Raises ConfigError: no run could read it, because of arms that earlier commands ran there.
+    Raises ConfigError: no run could read it, because of the options of this command, or of arms that earlier commands
+    ran there.
     """
-    text = dump_study(with_earlier(study, place, whole))
+    merged = with_earlier(study, place, whole)
+    text = dump_study(merged)
     try:
         parse_study(parse_yaml(text.encode()), merged=True)
     except ValueError as error:
+        if merged.arms.keys() == study.arms.keys():
+            raise ConfigError(f"the study with the options of this command: {error}") from error
         raise ConfigError(
             f"{place}: this study, with the arms that earlier commands ran there: {error}. Nothing was overwritten: "
             "choose another --output"

@@ -112,16 +112,16 @@ def architecture(config: ModelConfig, alphabet: str = "") -> Any:
     """Return the transformers configuration of a policy, from a folder, the local cache or `KNOWN`.
 
     Raises:
-        ModelError: none of them has the configuration; the message says what to do.
+        ModelError: none of them has the configuration, or it cannot be used; the message says what to do.
     """
     if config.path is None:
         return build_tiny(config.tiny, char_tokenizer(alphabet)).config
     path = check_path(config.path)
-    if Path(path).is_dir():
-        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers' errors of a configuration share no base class
+        if Path(path).is_dir() or not isinstance(error, OSError | ValueError):
+            raise ModelError(f"model.path: the configuration of {path} cannot be used: {error}") from error
         if path not in KNOWN:
             raise ModelError(
                 f"model.path: the configuration of {path} is not on this machine, and nothing is downloaded here"
@@ -132,10 +132,46 @@ def architecture(config: ModelConfig, alphabet: str = "") -> Any:
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
-def meta_model(hf_config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Return the model without its weights: every parameter has a shape and a dtype but takes no memory."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+def meta_model(hf_config: Any, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:
+    """Return the model without its weights: every parameter has a shape and a dtype but takes no memory.
+
+    Raises:
+        ModelError: transformers cannot build a model of this configuration.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except Exception as error:  # what a model's own code makes of missing or odd settings
+        raise ModelError(f"model.path: transformers cannot build a model of this configuration: {error}") from error
+
+
+def size_of(hf: Any, *names: str) -> int:
+    """Return the first size that a configuration, or the part of it on experts (DBRX), has under one of these names.
+
+    The largest one where layers differ; 0 if there is none.
+    """
+    places: tuple[Any, Any] = (hf, getattr(hf, "ffn_config", None))
+    for place in places:
+        for name in names:
+            try:
+                found = getattr(place, name, None)
+            except RuntimeError:  # transformers', for a size of which each layer has its own (Gemma 4)
+                found = [getattr(layer, name) for layer in place.per_layer_config]
+            if found:
+                return int(max(found) if isinstance(found, list | tuple) else found)
+    return 0
+
+
+def experts_of(hf: Any) -> tuple[int, int]:
+    """Return the numbers of experts of a layer and of a token. Raises ModelError: the configuration does not say."""
+    experts = size_of(hf, "num_experts", "num_local_experts", "moe_num_experts")
+    top_k = size_of(hf, "num_experts_per_tok", "moe_topk", "top_k_experts", "moe_top_k")
+    if not experts or not top_k:
+        raise ModelError(
+            "model.path: the configuration does not say, under a name that is known here, how many experts "
+            f"{'a token is given to' if experts else 'a layer has'}"
+        )
+    return experts, top_k
 
 
 def plan(run: RunConfig, devices: int = 1) -> Plan:
@@ -145,12 +181,13 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
     whole copies. Host memory is that of one node with all devices.
 
     Raises:
-        ModelError: the model's configuration is not at hand.
+        ModelError: the model's configuration is not at hand, or says too little to build the model.
     """
     task, prompt_tokens = _task(run)
-    hf = architecture(run.model, getattr(task, "alphabet", "") if run.model.path is None else "")
+    given = architecture(run.model, getattr(task, "alphabet", "") if run.model.path is None else "")
     dtype = DTYPES[run.model.dtype]
-    model = meta_model(hf, dtype)
+    model = meta_model(given, dtype, run.model.trust_remote_code)
+    hf = given.get_text_config()  # itself, or that of a model which also reads images
     sites = find_sites(model)
     if run.model.lora is not None:
         model = add_lora(model, run.model.lora)
@@ -173,11 +210,9 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
 
     H, V, L = hf.hidden_size, hf.vocab_size, hf.num_hidden_layers
     heads = hf.num_attention_heads
-    kv_heads = getattr(hf, "num_key_value_heads", None) or heads
-    head_dim = getattr(hf, "head_dim", None) or H // heads
-    kv_token = 2 * L * kv_heads * head_dim * size
-    experts: int = getattr(hf, "num_experts", None) or hf.num_local_experts
-    top_k = hf.num_experts_per_tok
+    head_dim = size_of(hf, "head_dim") or H // heads
+    kv_token = 2 * L * (size_of(hf, "num_key_value_heads") or heads) * head_dim * size
+    experts, top_k = experts_of(hf)
     routes_token = len(sites) * top_k * packed_dtype(experts).itemsize
     chunk = min(default_chunk(V, H), micro * new_tokens)
 
@@ -271,11 +306,10 @@ def activation_bytes(hf: Any, tokens: int, length: int, config: ModelConfig) -> 
     token's copy, gate and up, their product and the result. With gradient checkpointing: each layer's input, and the
     activations of the one layer that is computed again.
     """
-    H, K = hf.hidden_size, hf.num_experts_per_tok
-    ffn = getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size
-    heads = hf.num_attention_heads
-    head_dim = getattr(hf, "head_dim", None) or H // heads
-    experts: int = getattr(hf, "num_experts", None) or hf.num_local_experts
+    H, heads = hf.hidden_size, hf.num_attention_heads
+    experts, K = experts_of(hf)
+    ffn = size_of(hf, "moe_intermediate_size", "intermediate_size", "ffn_hidden_size")
+    head_dim = size_of(hf, "head_dim") or H // heads
     size = DTYPES[config.dtype].itemsize
     attention = 4 * H + 6 * heads * head_dim
     if config.attn_implementation == "eager":

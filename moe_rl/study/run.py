@@ -166,6 +166,8 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
     if stored.exists():
         try:
             old = parse_yaml(stored.read_bytes())
+            if not isinstance(old, dict):
+                raise ValueError("it holds no mapping of settings")
         except OSError as error:
             raise DamagedRunError(f"{stored} cannot be read ({error.strerror}). Nothing was changed.") from error
         except ValueError as error:

@@ -52,6 +52,10 @@ def test_a_folder_without_finished_runs_is_refused(tmp_path, monkeypatch, capsys
     with pytest.raises(SystemExit):
         SCRIPT["main"]()
     assert "no finished run in it (seedN/DONE)" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["arithmetic.py", str(tmp_path), "--prompts", "0"])
+    with pytest.raises(SystemExit):
+        SCRIPT["main"]()
+    assert "--prompts 0: at least one is needed" in capsys.readouterr().err
 
 
 def test_two_folders_that_would_be_one_arm_are_refused(tmp_path, monkeypatch, capsys):

@@ -94,7 +94,7 @@ def test_how_a_file_was_read_is_said_and_advice_is_of_what_it_takes(place, tmp_p
     found = checked(CheckOptions(file, place.model)).findings[-1]
     assert found.name == "padding?" and found.text.endswith("nothing else: write .jsonl without it")
     found = checked(CheckOptions(file, place.model, pad_token_id=0)).findings[0]
-    assert (found.text, found.fault) == ("--pad-token-id is not of .jsonl", False)
+    assert (found.text, found.fault) == ("--pad-token-id does nothing: no sequence of .jsonl is padded", False)
 
 
 def test_files_and_models_that_cannot_be_right(place, tmp_path):
@@ -105,7 +105,7 @@ def test_files_and_models_that_cannot_be_right(place, tmp_path):
     lines = tmp_path / "x.jsonl"
     refused(lines, "there is no file")
     lines.write_text('{"tokens": [1, 2]}\n')
-    refused(lines, "line 1: KeyError: 'routed_experts'; expected tokens")
+    refused(lines, r"line 1: it has no 'routed_experts'; expected tokens")
     lines.write_text('{"tokens": [1, 2], "routed_experts": [[1, 2]]}\n')
     refused(lines, r"line 1: routed_experts are int64 \[1, 2\], expected \[rows, layers, K\]")
     lines.write_text('{"tokens": [1, 99], "routed_experts": [[[1, 2], [1, 2]]]}\n')
@@ -147,7 +147,7 @@ def test_a_mask_that_is_none_is_refused(value, place, tmp_path):
 
 def test_a_line_of_a_million_brackets_is_one_message(tmp_path):
     (tmp_path / "x.jsonl").write_text("[" * 1_000_000)
-    with pytest.raises(DriftError, match=r"x\.jsonl line 1: ValueError: nested too deeply"):
+    with pytest.raises(DriftError, match=r"x\.jsonl line 1: nested too deeply"):
         read_capture(tmp_path / "x.jsonl", 2)
 
 

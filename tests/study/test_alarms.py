@@ -209,7 +209,7 @@ def test_windows_follow_steps_in_whatever_order_rows_were_written():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (None, r"alarms\.mine: no such alarm; known: ess, .* says what it watches: \{metric: KIND"),
+        (None, r"alarms\.mine: no such alarm \(.*: \{metric: KIND\.NAME, above: NUMBER\}\); did you mean 'margin'"),
         ({"metric": "probe.extrem_2_natural", "above": 1}, "metric: probe rows have no number 'extrem_2_natural'; did"),
         ({"metric": "update.site_names", "above": 1}, "update rows have no number"),
         ({"metric": "reward", "above": 1}, "expected KIND.NAME, of the kinds rollout"),

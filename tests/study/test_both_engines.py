@@ -51,7 +51,9 @@ def test_an_engine_of_the_same_arithmetic_earns_the_same_and_every_finished_run_
     SCRIPT["main"]()
     (row,) = pd.read_csv(to / "both_engines.csv").to_dict("records")
     assert (row["arm"], row["seed"], row["rounding"]) == ("grpo", 0, "native")
-    assert row["training"] == pytest.approx(found["training"], rel=1e-5) and "grpo" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert row["training"] == pytest.approx(found["training"], rel=1e-5) and "grpo" in said
+    assert "Empty" not in said and not (to / "rounding_costs.csv").exists(), "one arm: nothing is compared"
     (run / "checkpoint" / "expert_bias.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match="of a run with optim"):
         SCRIPT["rewards"](run, 64, engines)
@@ -63,6 +65,18 @@ def test_an_engine_of_the_same_arithmetic_earns_the_same_and_every_finished_run_
     with pytest.raises(SystemExit):  # before the arms that there are have answered
         SCRIPT["main"]()
     assert "no finished run of gpso in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["nowhere"], "nowhere: no such folder"), ([".", "--prompts", "0"], "--prompts 0: at least one is needed")],
+)
+def test_bad_input_is_one_message(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["both_engines.py", *arguments])
+    with pytest.raises(SystemExit):
+        SCRIPT["main"]()
+    assert message in capsys.readouterr().err
 
 
 def test_what_rounding_costs_is_told_of_the_committed_tables_by_pairs_too():

@@ -1,11 +1,20 @@
 """What a run keeps besides its policy, by arithmetic."""
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from test_doctor import QWEN, needs, run
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.append(str(Path(__file__).parents[1] / "routing"))
+from tiny_families import tiny_config
 
 from moe_rl.policy.models import ModelConfig
+from moe_rl.policy.tiny import ModelError
 from moe_rl.study.doctor import left_in_cgroups
-from moe_rl.study.memory import architecture, meta_model, plan
+from moe_rl.study.memory import architecture, experts_of, meta_model, plan
 from moe_rl.training import MethodConfig, ProbeConfig, RolloutConfig
 
 
@@ -49,6 +58,39 @@ def test_gathered_layers_are_without_the_embeddings_which_may_be_one_matrix(path
     config = ModelConfig(path=path, dtype="bfloat16")
     layer = sum(p.numel() for p in meta_model(architecture(config)).model.layers[0].parameters())
     assert needs(run(config), devices=8)["gathered layers"] == pytest.approx(2 * 2 * layer, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["aria_text", "dbrx", "gemma4_text", "hunyuan_v1_moe", "qwen3_5_moe"])
+def test_sizes_by_other_names_of_each_layer_or_in_a_part_of_the_configuration(tmp_path, family):
+    """Aria and DBRX have names of their own, Gemma 4 a head_dim of each layer, HunYuan lists, Qwen 3.5 reads images."""
+    if family == "qwen3_5_moe":
+        config = AutoConfig.for_model(family, text_config=tiny_config(f"{family}_text").to_dict())
+    else:
+        config = tiny_config(family)
+    if family == "hunyuan_v1_moe":
+        config.moe_topk = [2] * config.num_hidden_layers
+    config.save_pretrained(tmp_path)
+    found = plan(run(ModelConfig(path=str(tmp_path)))).architecture
+    assert found.endswith(f" {config.get_text_config().num_hidden_layers} layers, 8 experts, 2 per token")
+
+
+def test_a_configuration_that_no_model_can_be_built_of_or_that_names_no_experts(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": "eight"}')
+    with pytest.raises(ModelError, match=f"the configuration of {tmp_path} cannot be used: .*'num_experts'"):
+        architecture(ModelConfig(path=str(tmp_path)))
+    config = tiny_config("lfm2_moe")
+    config.layer_types = None
+    with pytest.raises(ModelError, match="transformers cannot build a model of this configuration: 'NoneType'"):
+        meta_model(config)
+    for given, missing in (({}, "a layer has"), ({"num_experts": 8}, "a token is given to")):
+        with pytest.raises(ModelError, match=f"does not say, .* how many experts {missing}$"):
+            experts_of(SimpleNamespace(**given))
+    seen = []
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_config", lambda *_, **given: seen.append(given["trust_remote_code"])
+    )
+    meta_model(config, trust_remote_code=True)
+    assert seen == [True]  # else the model of a study that trusts its code would be refused
 
 
 def test_memory_left_in_a_container_is_that_of_the_tightest_group_and_counts_the_page_cache(tmp_path):
