@@ -18,6 +18,7 @@ import pandas as pd
 from moe_rl.files import write_atomic
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.study import StudyData, load
+from moe_rl.study.comparing import declared, interest
 from moe_rl.study.roundings import NATIVE
 from moe_rl.study.statistics import student_interval
 
@@ -25,10 +26,10 @@ ALL = "all"
 PLACE = ["arm", "seed", "last"]
 
 
-def windows_of(data: StudyData, steps: int, interest: float) -> pd.DataFrame:
+def windows_of(data: StudyData, steps: int, least: float) -> pd.DataFrame:
     """Return one row per finished run and window: arm, seed, last, reward, held_out, declined.
 
-    `last` counts the steps up to the window's end.
+    `last` counts the steps up to the window's end; `least` is the smallest difference of interest.
     Raises ValueError if no finished run has `steps` steps.
     """
     done = {(run.arm, run.seed) for run in data.runs if run.finished}
@@ -40,7 +41,7 @@ def windows_of(data: StudyData, steps: int, interest: float) -> pd.DataFrame:
         fall = means.cummax() - means
         for last in range(steps, len(means) + 1, steps):
             at = last - 1  # steps count from 0, evaluations are numbered by the steps made before them
-            rows.append((arm, seed, last, means.iloc[at], bool(fall.iloc[at] > interest)))
+            rows.append((arm, seed, last, means.iloc[at], bool(fall.iloc[at] > least)))
     if not rows:
         raise ValueError(f"{data.folder}: no finished run of {steps} steps; give fewer --steps, or finish the study")
     found = pd.DataFrame(rows, columns=[*PLACE, "reward", "declined"])
@@ -70,9 +71,8 @@ def rows_of(found: pd.DataFrame, pairs: list[tuple[str, str]], steps: int) -> It
 
 def windows_table(data: StudyData, steps: int) -> pd.DataFrame:
     """Return the windows of a study and of its roundings in one table. Raises ValueError as `windows_of` does."""
-    interest = float(data.config.get("interest", 0.05))
-    pairs = [(str(arm), str(other)) for arm, other in data.config.get("comparisons") or ()]
-    found = {name: windows_of(one, steps, interest) for name, one in {NATIVE: data, **data.roundings}.items()}
+    pairs = declared(data) or []
+    found = {name: windows_of(one, steps, interest(data)) for name, one in {NATIVE: data, **data.roundings}.items()}
     if len(found) > 1:
         together = pd.concat(found.values()).groupby(PLACE, sort=False, as_index=False, observed=True)
         found[ALL] = together.agg({"reward": "mean", "held_out": "mean", "declined": "sum"})
