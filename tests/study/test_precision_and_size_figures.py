@@ -162,6 +162,7 @@ def test_rates_are_read_at_equal_reward_after_the_last_update_and_fitted_by_seed
 
 def test_the_figure_has_the_axes_that_have_three_sizes_and_says_the_exponents(sizes):
     figure = depth_width(load(sizes))
+    assert "n = 2 seeds per arm (1 for deeper);" in figure.caption, "the run that is left out is not counted"
     assert len(figure.figure.axes) == 2 and "deeper/seed1" in figure.caption
     assert "slots ~ layers^1 [1, 1]" in figure.caption and "removes ~ layers^2" in figure.caption
     assert set(figure.tables) == {"fits", "by_seed"} and len(figure.tables["fits"]) == 4
