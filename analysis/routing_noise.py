@@ -4,8 +4,8 @@
 
 Given two arms, prints the first arm's routing part divided by the second's, where a routing part is that of the token
 log-ratio's variance after the last update that the arm makes in a step. The ratio is a geometric mean over steps and
-seeds, with Student's 95 % interval of its logarithm over the seeds. Without arms, prints the medians of each arm's
-probes.
+seeds, with Student's 95 % interval of its logarithm over the seeds; steps of variance 0 are left out, as in the study's
+table `routing_noise`. Without arms, prints the medians of each arm's probes.
 """
 
 import argparse
@@ -24,7 +24,8 @@ RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 def ratio(probes: pd.DataFrame, arm: str, other: str, part: str = "routing") -> tuple[float, float, float, int]:
     """Return the variance of `part` under `arm` divided by that under `other`: estimate, low, high, number of seeds."""
     last = last_updates(probes).set_index(["arm", "seed", "step"])
-    logs = np.log(last[f"token_var_{part}"]).groupby(["arm", "seed"]).mean()
+    variances = last[f"token_var_{part}"]
+    logs = np.log(variances[variances > 0]).groupby(["arm", "seed"]).mean()
     found = student_interval((logs[arm] - logs[other]).dropna().to_numpy()).exp()
     return found.estimate, found.low, found.high, found.n
 

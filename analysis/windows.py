@@ -26,10 +26,10 @@ ALL = "all"
 PLACE = ["arm", "seed", "last"]
 
 
-def windows_of(data: StudyData, steps: int, interest: float) -> pd.DataFrame:
+def windows_of(data: StudyData, steps: int, least: float) -> pd.DataFrame:
     """Return one row per finished run and window: arm, seed, last, reward, held_out, declined.
 
-    `last` counts the steps up to the window's end.
+    `last` counts the steps up to the window's end; `least` is the smallest difference of interest.
     Raises ValueError if no finished run has `steps` steps.
     """
     done = {(run.arm, run.seed) for run in data.runs if run.finished}
@@ -41,7 +41,7 @@ def windows_of(data: StudyData, steps: int, interest: float) -> pd.DataFrame:
         fall = means.cummax() - means
         for last in range(steps, len(means) + 1, steps):
             at = last - 1  # steps count from 0, evaluations are numbered by the steps made before them
-            rows.append((arm, seed, last, means.iloc[at], bool(fall.iloc[at] > interest)))
+            rows.append((arm, seed, last, means.iloc[at], bool(fall.iloc[at] > least)))
     if not rows:
         raise ValueError(f"{data.folder}: no finished run of {steps} steps; give fewer --steps, or finish the study")
     found = pd.DataFrame(rows, columns=[*PLACE, "reward", "declined"])

@@ -116,8 +116,9 @@ PAGES: dict[str, dict[str, Column]] = {
         **_texts("condition", "n"),
         "final reward": _interval(".2f", "final", "low", "high"),
         "held out": _interval(".2f", "evaluation"),
-        "failed": lambda row: f"{row['failed']} of {row['finished']}",
-        **_texts("below start", "collapsed"),
+        "failed": lambda row: "–" if pd.isna(row["start"]) else f"{row['failed']} of {row['finished']}",
+        "below start": lambda row: "–" if pd.isna(row["start"]) else str(row["below_start"]),
+        **_texts("collapsed"),
     },
     "comparisons": {
         **_texts("condition"),

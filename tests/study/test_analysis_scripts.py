@@ -116,6 +116,18 @@ def test_routing_variances_are_compared_after_the_last_update_as_the_study_does(
         assert ratio(probes, arm, other)[:3] == pytest.approx(tuple(row[["ratio", "low", "high"]]), rel=1e-4)
 
 
+def test_a_probe_without_routing_variance_is_left_out_and_its_seed_is_not():
+    """As in the study's own table; the logarithm of 0 would take the seed with it."""
+    rows = [
+        {"arm": arm, "seed": seed, "step": step, "update": 1, "token_var_routing": value}
+        for arm, values in {"a": [2.0, 0.0], "b": [1.0, 1.0]}.items()
+        for seed in (0, 1)
+        for step, value in enumerate(values)
+    ]
+    estimate, _, _, pairs = script("routing_noise")["ratio"](pd.DataFrame(rows), "a", "b")
+    assert (estimate, pairs) == (pytest.approx(2.0), 2)
+
+
 def test_routing_variances_are_of_each_arms_own_last_update():
     """Arms may make different numbers of updates of a step."""
     rows = [
@@ -285,5 +297,7 @@ def test_windows_of_a_long_study_by_hand(monkeypatch):
         table["n"]["all"].tolist() == table["n"]["native"].tolist() and table["declined"]["all", "a"].tolist()[-1] == 2
     )
     assert (table["reward"]["all"] == table["reward"]["native"]).all(), "a seed counts once"
+    data.config = {"interest": None}
+    assert set(windows["windows_table"](data, 2)["of"]) == {"a", "b"}, "nothing declared: the usual least difference"
     with pytest.raises(ValueError, match="runs/s: no finished run of 7 steps"):
         windows["windows_table"](data, 7)

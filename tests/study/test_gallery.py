@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.collections import PathCollection
+from matplotlib.figure import Figure
 
 from moe_rl.study import RunWriter, load
 from moe_rl.study.comparing import comparisons
@@ -16,6 +17,7 @@ from moe_rl.study.figures import (
     clipped_tokens,
     expert_change,
     final_reward,
+    gradient_norm,
     minibatches,
     ratio_variance,
     reward,
@@ -26,6 +28,7 @@ from moe_rl.study.figures import (
 from moe_rl.study.figures.gallery.dose_response import method_label
 from moe_rl.study.figures.gallery.variance_by_flips import predictor_flips
 from moe_rl.study.figures.layout import shown
+from moe_rl.study.figures.register import Drawing
 from moe_rl.study.figures.routing import binomial_of, short_sites
 
 
@@ -275,6 +278,28 @@ def test_what_is_said_of_all_runs_is_true_of_all(data):
     short = replace(data, runs=runs, rollouts=data.rollouts[~of_gspo | (data.rollouts["step"] < 3)])
     said = minibatches(short).caption
     assert "Runs sample 3 to 7 batches." in said and "equally often" not in said
+
+
+def test_n_counts_the_arms_that_are_drawn_and_no_others(data):
+    """A stress arm of one seed is in neither figure."""
+    configs = [{**run.config, "optim": {"num_minibatches": 8 if run.arm == "gspo" else 2}} for run in data.runs]
+    runs = tuple(replace(run, config=config) for run, config in zip(data.runs, configs, strict=True))
+    probes, rollouts = (
+        rows[(rows["arm"] != "gspo_noise") | (rows["seed"] == 0)] for rows in (data.probes, data.rollouts)
+    )
+    one_run = replace(data, runs=runs, probes=probes, rollouts=rollouts)
+    assert "n = 3 seeds per arm (1 for GSPO, noise σ = 1);" in reward(one_run).caption
+    for figure in (variance_factors, minibatches):
+        assert "n = 3 seeds per arm; bars and bands: the range of the 3 seeds" in figure(one_run).caption
+    only = {("gspo", 0), ("gspo", 7)}
+    drawn = Drawing(Figure(), data.rollouts, runs=only)
+    one = replace(variance_factors, draw=lambda data: drawn)
+    assert "n = 1 seed per arm" in one(data).caption, "a run that lacks what the figure needs is not counted"
+
+
+def test_thin_lines_are_explained_where_they_are_drawn(data):
+    for figure in (gradient_norm, variance_factors):
+        assert "Thin lines: seeds; thick: their mean." in figure(data).caption
 
 
 def test_a_method_is_called_by_what_the_labels_of_its_arms_share(data):

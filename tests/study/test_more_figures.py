@@ -21,6 +21,7 @@ from moe_rl.study.figures import (
     each_figure,
     expert_change,
     gradient_bias,
+    look_of,
 )
 from moe_rl.study.figures.gallery.design_effect import design_effects
 from moe_rl.study.result_tables import result_tables
@@ -114,6 +115,17 @@ def test_dose_is_measured_in_the_update_forward(data, doses):
     variance = frame[frame["quantity"] == "variance"].set_index("arm")
     mine = data.updates.query("arm == 'gspo' and update > 1").groupby(["seed", "step"])["var_token_log_ratio"].mean()
     assert variance.loc["gspo", "mean"] == pytest.approx(mine.groupby("seed").mean().mean())
+
+
+def test_a_replay_run_stands_for_every_dose_and_another_methods_single_run_does_not(doses):
+    def dotted(data):
+        lines = dose_response(data).figure.axes[0].lines
+        return [line.get_color() for line in lines if list(line.get_xdata()) == [0, 1]]  # from one side to the other
+
+    assert dotted(doses) == [look_of("grpo_replay").colour]
+    natural = replace(doses, runs=tuple(run for run in doses.runs if run.arm != "grpo_noise"))
+    natural = replace(natural, updates=doses.updates[doses.updates["arm"] != "grpo_noise"])
+    assert dotted(natural) == [look_of("grpo_replay").colour], "GRPO without noise is one dose of GRPO"
 
 
 def test_without_doses_there_is_no_dose_response(tmp_path):

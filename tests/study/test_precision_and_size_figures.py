@@ -58,6 +58,11 @@ def test_engines_of_several_formats_are_told_apart_by_their_flips_and_shares(eng
     assert flip_ratio(data, formats) == "0.12 [0.12, 0.12]", "an eighth in both seeds"
     figure = precision(data)
     assert "fp16 changes 0.12" in figure.caption and len(figure.figure.axes) == 3
+    assert "n = 2 seeds per arm;" in figure.caption
+    rounded = {"rollout": {"engine": {"kind": "hf", "dtype": "bfloat16", "router_format": "int4"}}}
+    rows = [*engine_rows(0, 100, 0.1, 0.1), {"kind": "rollout", "step": 0, "reward": 0.5}]
+    write_rows(engines / "routers" / "seed0", rows, rounded)
+    assert "n = 2 seeds per arm;" in precision(load(engines)).caption, "an arm that is not drawn is not counted"
     drawn = figure.frame[(figure.frame["arm"] == "int4") & (figure.frame["quantity"] == "slot_change")]
     assert drawn["mean"].tolist() == pytest.approx([0.45, 0.45])
 
@@ -157,6 +162,7 @@ def test_rates_are_read_at_equal_reward_after_the_last_update_and_fitted_by_seed
 
 def test_the_figure_has_the_axes_that_have_three_sizes_and_says_the_exponents(sizes):
     figure = depth_width(load(sizes))
+    assert "n = 2 seeds per arm (1 for deeper);" in figure.caption, "the run that is left out is not counted"
     assert len(figure.figure.axes) == 2 and "deeper/seed1" in figure.caption
     assert "slots ~ layers^1 [1, 1]" in figure.caption and "removes ~ layers^2" in figure.caption
     assert set(figure.tables) == {"fits", "by_seed"} and len(figure.tables["fits"]) == 4

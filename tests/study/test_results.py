@@ -113,6 +113,8 @@ def test_a_page_gets_its_table_between_the_markers(results):
     assert lines[0] == "Before." and lines[-1] == "After."
     changed = pd.read_csv(results / "small" / "final_reward.csv").assign(final=0.123)
     assert "| 0.12 [" in markdown("final_reward", changed)
+    unknown = markdown("final_reward", changed.assign(start=float("nan"))).splitlines()[2]
+    assert unknown.endswith("| – | – | 0 |"), "without a reward to begin with it is not known which runs failed"
     for name in ("comparisons", "change_rates", "runs"):
         assert fill(f"<!-- table: small/{name} -->\n<!-- end -->", results).count("\n|") >= 3
 

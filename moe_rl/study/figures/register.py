@@ -54,7 +54,7 @@ class Drawing:
     said: sentences that depend on the data; they stand after the caption.
     interval: how the interval over seeds is drawn: "band", "bar", or empty if it is not.
     notes: shared sentences besides the registered ones. tables: further tables by name.
-    runs: the runs that are drawn, where `needs` does not tell them.
+    runs: the runs that are drawn, where they are not all that have what the figure `needs`.
     counts: of how many values those intervals are that are not over an arm's runs. Of bands, the column `n` of `frame`
         says it.
     """
@@ -98,7 +98,7 @@ class Registered:
             drawn = self.draw(data)
             if not isinstance(drawn, Drawing):
                 raise TypeError(f"figure {self.name!r} must return a Drawing, got {type(drawn).__name__}")
-            runs, counts = runs if drawn.runs is None else drawn.runs, drawn.numbers()
+            runs, counts = runs if drawn.runs is None else runs & drawn.runs, drawn.numbers()
             words = seeds_words(data, runs, drawn.interval, counts)
             placed = drawn.figure.supxlabel(words, x=0.008, ha="left", fontsize=6.5, color=GREY)
             placed.set_y(min(0.01, 0.05 / drawn.figure.get_figheight()))  # in a tall figure, 0.01 would reach a label
@@ -115,7 +115,7 @@ class Registered:
         for table, columns in self.needs.items():
             rows = need(getattr(data, table), columns, self.name)
             if "seed" in rows:  # the table of arms has no seeds
-                found &= set(rows[["arm", "seed"]].drop_duplicates().itertuples(index=False, name=None))
+                found &= runs_in(rows)
         return found
 
 
@@ -157,6 +157,11 @@ def figure(
         return REGISTRY[name]
 
     return register
+
+
+def runs_in(rows: pd.DataFrame) -> Runs:
+    """Return the runs of a table: its combinations of arm and seed."""
+    return set(rows[["arm", "seed"]].drop_duplicates().itertuples(index=False, name=None))
 
 
 def need(frame: pd.DataFrame, columns: Sequence[str], figure: str) -> pd.DataFrame:

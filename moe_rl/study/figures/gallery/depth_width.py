@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from moe_rl.settings import at
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import Drawing, figure, runs_in
 from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, log_y, panels, plain
 from moe_rl.study.folders import section
 from moe_rl.study.statistics import seed_interval
@@ -78,7 +78,8 @@ def depth_width(data: StudyData) -> Drawing:
     said = [f"Exponents: {'; '.join(_words(fit) for fit in fits)}."] if fits else []
     said += [f"Left out, without a step at that reward: {', '.join(left_out)}."] if left_out else []
     frame = pd.concat(parts, ignore_index=True) if parts else rows
-    return Drawing(drawn, frame, " ".join(said), tables={"fits": pd.DataFrame(fits), "by_seed": rows})
+    tables, runs = {"fits": pd.DataFrame(fits), "by_seed": rows}, runs_in(pd.concat(axes_there.values()))
+    return Drawing(drawn, frame, " ".join(said), tables=tables, runs=runs)
 
 
 def size_rows(data: StudyData) -> tuple[pd.DataFrame, list[str]]:

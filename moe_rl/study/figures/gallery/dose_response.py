@@ -5,7 +5,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from moe_rl.study.arms import slots_rerouted
+from moe_rl.study.arms import replays_all, slots_rerouted
 from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.floor import draw_across, floor_note
@@ -57,7 +57,7 @@ def dose_response(data: StudyData) -> Drawing:
                 continue
             table = interval_table(shown, "dose", y).sort_values("dose")
             draw_marks(ax, table, shown, "dose", y, look_of(str(method)), label)
-            if len(table) == 1:
+            if len(table) == 1 and _ignores_noise(data, str(table["arm"].iloc[0])):
                 ax.axhline(table["mean"].iloc[0], color=look_of(str(method)).colour, lw=0.9, ls=(0, (1, 2)))
             parts.append(table.assign(quantity=y, method=method))
     axes[1].set_xlabel("slots routed otherwise in the update forward, %")
@@ -71,6 +71,11 @@ def dose_response(data: StudyData) -> Drawing:
         draw_across(ax, 100 * floor["slot"], vertical=True)
     legend_above(drawn, axes)
     return Drawing(drawn, pd.concat(parts, ignore_index=True), floor_note(floor).strip(), interval="bar")
+
+
+def _ignores_noise(data: StudyData, arm: str) -> bool:
+    """Return whether selection noise changes nothing in an arm, because replay forces every row."""
+    return str(data.arms["replay"][arm]).lower() != "none" and replays_all(data, arm)
 
 
 def dose_table(data: StudyData) -> pd.DataFrame:

@@ -6,7 +6,7 @@ import pandas as pd
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curve_frame, curves, over_seeds, seed_tables
-from moe_rl.study.figures.register import PROBE, Drawing, figure
+from moe_rl.study.figures.register import LINES, PROBE, Drawing, figure
 from moe_rl.study.figures.style import PALE
 
 BESIDE = {
@@ -26,7 +26,7 @@ COSINES = ("gradient_cosine", *BESIDE)
     ),
     needs={"probes": ["gradient_cosine", "gradient_halves_cosine", "update"]},
     rank=27,
-    notes=(PROBE,),
+    notes=(PROBE, LINES),
     special=True,
 )
 def gradient_bias(data: StudyData) -> Drawing:

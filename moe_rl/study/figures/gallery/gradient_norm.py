@@ -2,7 +2,8 @@
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curves, seed_tables
-from moe_rl.study.figures.register import GEOMETRIC, Drawing, figure
+from moe_rl.study.figures.layout import many
+from moe_rl.study.figures.register import GEOMETRIC, Drawing, figure, lines_note
 from moe_rl.study.figures.style import NothingToDraw
 
 
@@ -22,4 +23,4 @@ def gradient_norm(data: StudyData) -> Drawing:
         raise NothingToDraw("gradient_norm: every norm is 0, no update had a gradient")
     drawn = curves(data, tables, "gradient norm\nbefore clipping", quantity="grad_norm", log=True, geometric=True)
     drawn.legend()
-    return Drawing(drawn.figure, drawn.frame, interval="band")
+    return Drawing(drawn.figure, drawn.frame, lines_note(data, thin=not many(data)), interval="band")

@@ -7,7 +7,7 @@ from moe_rl.settings import at
 from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.gallery.dose_response import draw_marks, interval_table
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import Drawing, figure, runs_in
 from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, look_of, panels, twin
 from moe_rl.study.outcomes import reward_names, run_outcomes
 
@@ -67,7 +67,7 @@ def minibatches(data: StudyData) -> Drawing:
     said = "Every run samples equally often, so more minibatches are also more updates."
     if seeds["steps"].nunique() > 1:
         said = f"Runs sample {seeds['steps'].min()} to {seeds['steps'].max()} batches."
-    return Drawing(drawn, pd.concat(parts, ignore_index=True), said, interval="bar")
+    return Drawing(drawn, pd.concat(parts, ignore_index=True), said, interval="bar", runs=runs_in(seeds))
 
 
 def minibatch_table(data: StudyData) -> pd.DataFrame:

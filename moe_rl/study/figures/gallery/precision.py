@@ -7,7 +7,7 @@ import pandas as pd
 from moe_rl.settings import at
 from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.figures.curves import draw_seeds, seed_tables, summarise
-from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.register import Drawing, figure, runs_in
 from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, panels, step_axis
 from moe_rl.study.folders import section
 from moe_rl.study.statistics import seed_interval
@@ -50,7 +50,8 @@ def precision(data: StudyData) -> Drawing:
     rows = precision_rows(data)
     drawn, axes = panels(len(PANELS), 1, 5.6, PAGE, sharex=True, squeeze=True)
     parts = []
-    for arm in [str(arm) for arm in data.arms.index if formats.get(str(arm), ("", False))[0]]:
+    arms = [str(arm) for arm in data.arms.index if formats.get(str(arm), ("", False))[0]]
+    for arm in arms:
         name, both = formats[arm]
         look = FORMATS.get(name, Look("#6b6b6b", "-", "o"))
         look = Look(look.colour, (0, (1, 1.2)), look.marker) if both else look
@@ -72,7 +73,8 @@ def precision(data: StudyData) -> Drawing:
     ratio = flip_ratio(data, formats)
     said = "" if ratio is None else f"fp16 changes {ratio} of the slots that bf16 changes, mean over seeds."
     frame = pd.concat(parts, ignore_index=True) if parts else rows
-    return Drawing(drawn, frame, said, interval="band", tables={"by_seed": rows})
+    runs = runs_in(rows[rows["arm"].isin(arms)])
+    return Drawing(drawn, frame, said, interval="band", tables={"by_seed": rows}, runs=runs)
 
 
 def precision_rows(data: StudyData) -> pd.DataFrame:

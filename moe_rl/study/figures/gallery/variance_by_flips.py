@@ -30,7 +30,8 @@ KEYS = ["arm", "seed", "step", "update", "seq"]
         "Variance of the token log-ratio within a seed (stored steps, all updates) by the number of routing sites that "
         "changed at the position that predicts the token, one to the left of its own (so the first token of a response "
         "is left out); geometric mean over seeds with its interval, log axis. "
-        f"Bins of fewer than {FEWEST_TOKENS} tokens of an arm are left out, a token of several updates counted once. "
+        f"Bins of fewer than {FEWEST_TOKENS} tokens of an arm are left out, and of a seed those of fewer than "
+        f"{FEWEST_OF_SEED}, a token of several updates counted once. "
         "Tokens that flip also drift more: the rise of the filled line is a correlation, and only its distance to the "
         "open markers, where the same tokens are replayed, is due to routing."
     ),

@@ -8,7 +8,7 @@ from matplotlib.lines import Line2D
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curve_frame, draw_seeds, seed_tables
 from moe_rl.study.figures.layout import many
-from moe_rl.study.figures.register import GEOMETRIC, PAIR, Drawing, figure
+from moe_rl.study.figures.register import GEOMETRIC, PAIR, Drawing, figure, lines_note, runs_in
 from moe_rl.study.figures.rows import Column, Dots, arm_rows, by_seed
 from moe_rl.study.figures.style import GREY, PAGE, NothingToDraw, arm_looks, legend_above, log_y, panels
 from moe_rl.study.summary import factor_table, independent_averaging, last_updates, probe_factors
@@ -45,8 +45,9 @@ def variance_factors(data: StudyData) -> Drawing:
     length, words = independent_averaging(data)
     said = f"Independent tokens would give averaging {words}{' (dotted)' if np.isfinite(length) else ''}."
     lines = {"replay": [1.0], "averaging": [1.0, length] if np.isfinite(length) else [1.0]}
+    runs = runs_in(rows.dropna(subset=list(TITLES), how="all"))
     if many(data):
-        return Drawing(_rows(data, rows, lines), frame, said, interval="bar")
+        return Drawing(_rows(data, rows, lines), frame, said, interval="bar", runs=runs)
     drawn, (axes,) = panels(1, 2, 2.6, PAGE)
     looks = arm_looks(data, [str(arm) for arm in natural])
     for ax, (name, title) in zip(axes, TITLES.items(), strict=True):
@@ -64,8 +65,8 @@ def variance_factors(data: StudyData) -> Drawing:
     axes[0].set_ylabel("factor,\nmedian over steps")
     cross = Line2D([], [], color=GREY, ls="", marker="x", ms=4, mew=1, label="ratio of the mean variances")
     legend_above(drawn, axes, [cross])
-    said += " Crosses: the ratio of the mean variances, which large variances dominate."
-    return Drawing(drawn, frame, said, interval="band")
+    said += f" Crosses: the ratio of the mean variances, which large variances dominate. {lines_note(data)}"
+    return Drawing(drawn, frame, said, interval="band", runs=runs)
 
 
 def _rows(data: StudyData, rows: pd.DataFrame, lines: dict[str, list[float]]) -> Figure:
