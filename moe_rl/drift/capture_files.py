@@ -90,7 +90,8 @@ def read_capture(
     except UNREADABLE as error:
         if isinstance(error, DriftError):
             raise
-        raise DriftError(f"{path}: cannot be read ({error}); {FORMS}") from error
+        why = str(error).removeprefix(f"{path}: ")
+        raise DriftError(f"{path}: cannot be read ({why}); {FORMS}") from error
     if not found:
         raise DriftError(f"{path} holds no sequence")
     tokens, ids = [], []
@@ -219,9 +220,13 @@ def _lines(
             where = f"{path} line {number}"
             try:
                 row = parse_json(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"a JSON {type(row).__name__} instead of an object")
                 tokens = next((row[key] for key in KEYS if key in row), None)
                 if tokens is None:
                     tokens = [*row["prompt_token_ids"], *row["token_ids"]]
+                if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+                    raise ValueError("tokens are no list of token ids")
                 inner = row.get("meta_info")
                 ids = (inner if "routed_experts" not in row and isinstance(inner, dict) else row)["routed_experts"]
                 if not ids:
@@ -230,9 +235,10 @@ def _lines(
                 if not shaped:
                     flat[len(found)] = where
             except (ValueError, KeyError, TypeError) as error:
+                why = f"there is no {error}" if isinstance(error, KeyError) else error
                 raise DriftError(
-                    f"{where}: {type(error).__name__}: {error}; expected tokens (or prompt_token_ids and token_ids) "
-                    "and routed_experts [rows, layers, K]"
+                    f"{where}: {why}; expected tokens (or prompt_token_ids and token_ids) and routed_experts [rows, "
+                    "layers, K]"
                 ) from error
             if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
                 raise DriftError(
