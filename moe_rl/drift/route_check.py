@@ -22,6 +22,7 @@ from moe_rl.drift.captured import (
     twice,
 )
 from moe_rl.drift.route_search import PENALTY, SEARCHED, Explanation, explanations, pairs_of, slots_of
+from moe_rl.study.words import count
 
 PREFIX = 4
 """Fewest tokens of a prefix of other routes, and of the rest of its sequence, that are told apart."""
@@ -274,7 +275,7 @@ def _other_requests(work: TokenRows, own: OwnRoutes, best: Explanation) -> tuple
         kept &= ~early
     compared = int(kept.sum())
     if compared < 32:
-        work.found("few tokens", f"{compared} tokens can be compared: too few to be sure", fault=False)
+        work.found("few tokens", f"{count(compared, 'token')} can be compared: too few to be sure", fault=False)
     return compared, chance
 
 

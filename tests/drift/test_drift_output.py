@@ -97,7 +97,7 @@ def test_an_error_halfway_leaves_nothing_behind_but_samples(saved, prompts, tmp_
     assert "No space left" in error and "nothing was written" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
     error = refused(capsys, "drift", old, new, *options, "--sample", "1", "--max-new-tokens", "2")
-    assert "responses once all are sampled (samples.jsonl)" in error and "OUTPUT.partial" in error
+    assert "the responses sampled so far (samples.jsonl)" in error and "OUTPUT.partial" in error
     assert (tmp_path / "out.partial" / "samples.jsonl").exists()
     assert not (tmp_path / "out.partial" / "drift.json").exists()
 
