@@ -1,4 +1,4 @@
-"""Readers of files of captured routes. The expert ids are read unchecked; the comparison checks them.
+"""Readers of files of captured routes. Of expert ids only dtype and shape are checked; the comparison does the rest.
 
 - `.safetensors`: written by `RoutedExperts.save` with tokens, or tensors `tokens` `[B,T]`, `routed_experts`
   `[B,T,layers,K]` and, unless padding is -1 in `tokens`, `attention_mask`
@@ -108,7 +108,12 @@ def read_capture(
     if not all(each is None for each in given):
         none = [np.full(len(words), np.nan) for words in tokens]
         logps = [n if x is None else x for x, n in zip(given, none, strict=True)]
-    return Captured(tokens, ids, logps=logps, prompts=prompts, notes=tuple(notes), path=path)
+    captured = Captured(tokens, ids, logps=logps, prompts=prompts, notes=tuple(notes), path=path)
+    try:
+        captured.shape()
+    except ValueError as error:
+        raise DriftError(f"{path}: {error}") from error
+    return captured
 
 
 def likely_padding(*files: Captured) -> tuple[int, int, str] | None:

@@ -1,6 +1,7 @@
 """moe-rl check-routes, as a person calls it: a real model, captures in every kind of file."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -138,6 +139,14 @@ def test_tokens_of_an_unsigned_kind_are_tokens(kind, place, tmp_path):
     np.savez(tmp_path / "x.npz", tokens=ids, routed_experts=place.engine)
     found = read_capture(tmp_path / "x.npz", 2)
     assert [words.tolist() for words in found.tokens] == place.ids.tolist()
+
+
+def test_routes_of_another_shape_are_refused_as_the_file_is_read(place, tmp_path):
+    """Not only once the model has scored the tokens twice."""
+    for ids, got in ((place.engine.astype(np.float32), "float32 [28, 3, 2]"), (place.engine[:, :, 1], "int32 [28, 2]")):
+        np.savez(tmp_path / "x.npz", tokens=place.ids, routed_experts=ids, attention_mask=place.mask)
+        with pytest.raises(DriftError, match=re.escape(f"layers and K alike in all sequences; got ['{got}'")):
+            read_capture(tmp_path / "x.npz", 2)
 
 
 @pytest.mark.parametrize("value", [-100, 2, np.nan])
