@@ -1,4 +1,4 @@
-"""Readers of files of captured routes. The expert ids are read unchecked; the comparison checks them.
+"""Readers of files of captured routes. Of expert ids only dtype and shape are checked; the comparison does the rest.
 
 - `.safetensors`: written by `RoutedExperts.save` with tokens, or tensors `tokens` `[B,T]`, `routed_experts`
   `[B,T,layers,K]` and, unless padding is -1 in `tokens`, `attention_mask`
@@ -94,7 +94,8 @@ def read_capture(
     except UNREADABLE as error:
         if isinstance(error, DriftError):
             raise
-        raise DriftError(f"{path}: cannot be read ({error}); {FORMS}") from error
+        why = str(error).removeprefix(f"{path}: ")
+        raise DriftError(f"{path}: cannot be read ({why}); {FORMS}") from error
     if not found:
         raise DriftError(f"{path} holds no sequence")
     tokens, ids = [], []
@@ -111,7 +112,12 @@ def read_capture(
     if not all(each is None for each in given):
         none = [np.full(len(words), np.nan) for words in tokens]
         logps = [n if x is None else x for x, n in zip(given, none, strict=True)]
-    return Captured(tokens, ids, logps=logps, prompts=prompts, notes=tuple(notes), path=path)
+    captured = Captured(tokens, ids, logps=logps, prompts=prompts, notes=tuple(notes), path=path)
+    try:
+        captured.shape()
+    except ValueError as error:
+        raise DriftError(f"{path}: {error}") from error
+    return captured
 
 
 def likely_padding(*files: Captured) -> tuple[int, int, str] | None:
@@ -223,9 +229,13 @@ def _lines(
             where = f"{path} line {number}"
             try:
                 row = parse_json(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"a JSON {type(row).__name__} instead of an object")
                 tokens = next((row[key] for key in KEYS if key in row), None)
                 if tokens is None:
                     tokens = [*row["prompt_token_ids"], *row["token_ids"]]
+                if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+                    raise ValueError("tokens are no list of token ids")
                 inner = row.get("meta_info")
                 ids = (inner if "routed_experts" not in row and isinstance(inner, dict) else row)["routed_experts"]
                 if not ids:
@@ -234,10 +244,10 @@ def _lines(
                 if not shaped:
                     flat[len(found)] = where
             except (ValueError, KeyError, TypeError) as error:
-                why = f"it has no {error}" if isinstance(error, KeyError) else error
+                why = f"there is no {error}" if isinstance(error, KeyError) else error
                 raise DriftError(
-                    f"{where}: {why}; expected tokens (or prompt_token_ids and token_ids) "
-                    "and routed_experts [rows, layers, K]"
+                    f"{where}: {why}; expected tokens (or prompt_token_ids and token_ids) and routed_experts [rows, "
+                    "layers, K]"
                 ) from error
             if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
                 raise DriftError(

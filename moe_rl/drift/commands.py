@@ -51,7 +51,7 @@ def drift(arguments: list[str]) -> None:
     paths = chosen(options.checkpoints)
     options = replace(options, checkpoints=tuple(paths))
     if len(paths) == 2:
-        sampled = "responses once all are sampled (samples.jsonl) and " if options.sample else ""
+        sampled = "the responses sampled so far (samples.jsonl) and " if options.sample else ""
         kept = f"nothing was written but OUTPUT.partial, which has {sampled}numbers once all are measured (drift.json)"
         with ending(kept, always=True):
             folder = run_drift(options)

@@ -57,7 +57,7 @@ def engine_gap(
         engines.append(Scored(pad_left_aligned(given[rows], 0), routes))
         start = rows.stop
     engine = _gaps(texts, live, engines)
-    why = FAULTY if result.faults else FAR if (engine["gap_mean"] or 0) > MOST else _missing(captured)
+    why = FAULTY if result.faults else FAR if (engine["gap_mean"] or 0) > MOST else _missing(captured, result)
     return EngineGap(
         tokens=sum(measured),
         sequences=sum(tokens > 0 for tokens in measured),
@@ -70,13 +70,14 @@ def engine_gap(
     )
 
 
-def _missing(captured: Captured) -> str:
-    """Return in words how many tokens lack a route, empty if none does.
+def _missing(captured: Captured, result: RouteCheck) -> str:
+    """Return in words how many tokens lack a route at a site, empty if none does.
 
     If a token lacks a route, nothing is replayed: the tokens behind would depend on what the model chooses there.
     """
+    layers = [row.layer for row in result.rows]  # dense layers may hold -1 everywhere
     pairs = zip(captured.tokens, captured.ids, strict=True)
-    holes = sum(int((ids[: len(tokens) - 1] < 0).any((1, 2)).sum()) for tokens, ids in pairs)
+    holes = sum(int((ids[: len(tokens) - 1, layers] < 0).any((1, 2)).sum()) for tokens, ids in pairs)
     return f"{count(holes, 'token')} without all of {'its' if holes == 1 else 'their'} routes." if holes else ""
 
 

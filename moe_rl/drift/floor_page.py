@@ -98,7 +98,8 @@ def say(results: Mapping[str, Any], console: Console) -> None:
         last = row["dtype"]
     console.print(table)
     for row in results["left_out"]:
-        console.print(f"not measured: {row['dtype']} {row['variant']}: {row['reason']}", style="dim", highlight=False)
+        line = f"not measured: {row['dtype']} {row['variant']}: {row['reason']}"
+        console.print(line, style="dim", highlight=False, markup=False)
 
 
 @styled

@@ -4,8 +4,9 @@ Results are on disk after every variant, in OUTPUT.partial, which becomes OUTPUT
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -98,14 +99,15 @@ def run_floor(options: FloorOptions) -> Path:
     output = output_folder(options.output, Path("runs") / "floor" / name, WRITTEN)
     known = checkpoints.check({"MODEL": source}, options.tokenizer, options.trust_remote_code)
     text = Text(options.prompts, known, longest(options.max_tokens, MAX_TOKENS, known.max_length), options.batch_size)
-    held = in_batches(islice(text.examples(), options.sequences), options.batch_size)
-    texts = [text.laid_out(examples, aligned) for examples in held]
-    if not texts:
+    used = list(islice(text.examples(), options.sequences))
+    if not used:
         raise text.nothing_left()
+    text.holds = replace(text.holds, kinds=dict(Counter(example.kind for example in used)))
+    texts = [text.laid_out(held, aligned) for held in in_batches(iter(used), options.batch_size)]
     about = {
         "model": name,
         "adapter": None if source.adapter is None else str(source.adapter),
-        "sequences": sum(len(batch.input_ids) for batch in texts),
+        "sequences": len(used),
         "measured_tokens": int(sum(batch.completion_mask.sum() for batch in texts)),
         **record_of(text, options, device),
     }
@@ -186,11 +188,12 @@ def _check(options: FloorOptions) -> torch.device:
     for option, named in (("--dtypes", options.dtypes), ("--experts", options.experts)):
         if len(set(named)) < len(named):
             raise DriftError(f"{option}: one of {' '.join(named)} is named twice")
-    for experts in options.experts:
+    given = [("--experts", experts) for experts in options.experts]
+    for option, experts in (*given, ("--experts-implementation", options.experts_implementation)):
         try:
             check_experts_name(experts)
         except UnsupportedExpertsError as error:
-            raise DriftError(f"--experts: {str(error).removeprefix('experts_implementation: ')}") from error
+            raise DriftError(f"{option}: {str(error).removeprefix('experts_implementation: ')}") from error
     check_least(options, batch_size=1, sequences=1, decode_tokens=0, max_tokens=2)
     if not options.prompts.is_file():
         raise DriftError(f"--prompts: there is no file {options.prompts}")

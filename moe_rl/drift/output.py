@@ -67,8 +67,9 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 def place_of(path: str) -> Path:
-    """Return the absolute path, the same for `old`, `./old` and `old/`; a link stays different from its target."""
-    return Path(path).expanduser().absolute()
+    """Return the absolute path, the same for `old`, `./old/` and `old/sub/..`; a link stays different from its
+    target."""
+    return Path(os.path.abspath(Path(path).expanduser()))
 
 
 def _short(place: Path, parts: int) -> str:

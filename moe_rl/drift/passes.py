@@ -54,7 +54,7 @@ def with_both(
             before = scored("OLD", old, words)
         floor.add(old, words, before)
         after = scored("NEW", new, words)
-        parts = decompose_scored(old, new, words, before, after, per_site=per_site)
+        parts = _finite(decompose_scored(old, new, words, before, after, per_site=per_site))
         swapped = None
         if gates is not None:
             swapped = _routes_with(old, gates[1], words), _routes_with(new, gates[0], words)
@@ -108,7 +108,7 @@ def one_at_a_time(
         (before, known), (after, more) = kept_scored(cache, f"old_{number}"), kept_scored(cache, f"new_{number}")
         rerouted = score_replayed(model, batch.text, after.routes, before.routes)
         sites = (more["alone"], more["others"]) if per_site else None
-        parts = combine(batch.text, before, after, more["replayed"], rerouted, sites)
+        parts = _finite(combine(batch.text, before, after, more["replayed"], rerouted, sites))
         swapped = None
         if gate_swap:
             body = RoutedExperts.load(cache / f"body_{number}.routes")
@@ -120,18 +120,33 @@ def one_at_a_time(
 
 
 def scored(which: str, model: nn.Module, text: TokenBatch) -> Scored:
-    """Return `score_live`. Raises DriftError: a log-probability is not finite, which would compare as unchanged.
+    """Return `score_live`. which: the name of the model in messages. Raises DriftError: as `check_finite`."""
+    found = score_live(model, text)
+    check_finite(which, found.logps)
+    return found
+
+
+def check_finite(which: str, logps: Float[Tensor, "B T"]) -> None:
+    """Raise DriftError if a log-probability is not finite, which would compare as unchanged or as a huge log-ratio.
 
     which: the name of the model in messages.
     """
-    found = score_live(model, text)
-    bad = ~torch.isfinite(found.logps).all(1)
+    bad = ~torch.isfinite(logps).all(1)
     if bool(bad.any()):
         raise DriftError(
             f"{which}: log-probabilities of {int(bad.sum())} of {len(bad)} texts of a batch are not finite. An "
             "overflow in this dtype (try --dtype float32), or a model that diverged"
         )
-    return found
+
+
+def _finite(parts: Decomposition) -> Decomposition:
+    """Return the parts. Raises DriftError: a log-probability with forced routes is not finite."""
+    check_finite("NEW with the routes of OLD", parts.new_weights)
+    check_finite("OLD with the routes of NEW", parts.new_routes)
+    for sites in (parts.site_alone, parts.site_last):
+        for site in () if sites is None else sites:
+            check_finite("NEW with the routes of OLD at some of the sites", site)
+    return parts
 
 
 def _routes_with(model: nn.Module, gates: dict[str, Tensor], text: TokenBatch) -> RoutedExperts:

@@ -82,8 +82,8 @@ def _table(path: Path) -> Iterator[tuple[int, Any]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield number, {name: value for name, value in row.items() if value is not None}
-    except pa.ArrowException as error:
-        raise DriftError(f"{path} is no Parquet file: {error}") from error
+    except (pa.ArrowException, OSError) as error:  # pyarrow raises OSError for damaged pages
+        raise DriftError(f"{path} cannot be read as Parquet: {error}") from error
 
 
 def _problem(row: Any) -> str | None:
@@ -97,8 +97,6 @@ def _problem(row: Any) -> str | None:
         return f"none of the keys text, prompt and messages ({keys})"
     if "completion" in row and not {"prompt", "messages"} & row.keys():
         return "a completion without a prompt"
-    if "completion" in row and row.get("temperature", 1) != 1:
-        return "a temperature beside a completion as text, which is scored at 1: it is of prompt_ids and completion_ids"
     chat = [row[key] for key in ("messages", "prompt", "completion") if isinstance(row.get(key), list)]
     for messages in chat:
         if not messages or not all(
@@ -116,6 +114,8 @@ def _problem(row: Any) -> str | None:
         return "a completion of messages needs a prompt of messages"
     if "completion" in row and "prompt" not in row and row["messages"][-1]["role"] == "assistant":
         return "a completion after messages that end with a turn of the assistant"
+    if kind_of(row) == "completions" and row.get("temperature", 1) != 1:
+        return "a temperature beside a completion as text, which is scored at 1: it is of prompt_ids and completion_ids"
     return None
 
 

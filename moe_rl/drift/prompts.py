@@ -21,12 +21,14 @@ from moe_rl.rollout.task import token_ids
 class Example:
     """One line of a file, tokenised; its measured tokens are `ids[start:]`.
 
-    prompt: the first line with the same prompt (or the same text, if all of it is measured); 0 if not looked for."""
+    prompt: the first line with the same prompt (or the same text, if all of it is measured); 0 if not looked for. kind:
+    `kind_of` the line."""
 
     line: int
     ids: list[int]
     start: int
     prompt: int = 0
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,9 @@ class Text:
                     f"{self.path} line {line} has token {largest} ({name!r}), and the model embeds {vocabulary} "
                     "tokens: a tokenizer of another model? --tokenizer names one"
                 )
-            prompt = ids if kind_of(row) in ("texts", "prompts") else ids[:start]
-            yield Example(line, ids, start, first.setdefault(sha256_of_bytes(repr(prompt).encode()), line))
+            kind = kind_of(row)
+            prompt = ids if kind in ("texts", "prompts") else ids[:start]
+            yield Example(line, ids, start, first.setdefault(sha256_of_bytes(repr(prompt).encode()), line), kind)
 
     def laid_out(self, held: Sequence[Example], lay: Callable[[Sequence[Example], int], TokenBatch]) -> TokenBatch:
         """Return examples as a batch laid out by `padded` or `aligned`, to be scored at the temperature of the text."""
@@ -206,9 +209,9 @@ def question(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
         asked = row["messages"] if "messages" in row else row["prompt"]
         asked = asked[:-1] if asked[-1]["role"] == "assistant" else asked
         text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-        ids = _ids(tokenizer, text, special=False)
+        ids = _ids(tokenizer, text, add_special_tokens=False)
     else:
-        ids = _open_ids(tokenizer, row["prompt"] if "prompt" in row else row["text"])
+        ids = _ids(tokenizer, row["prompt"] if "prompt" in row else row["text"])
     return ids, len(ids)
 
 
@@ -219,24 +222,18 @@ def tokenised(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
     if is_chat(row):
         before, whole = _chat(row, tokenizer)
         if not before:
-            return _ids(tokenizer, whole, special=False), 1
-        prompt = _ids(tokenizer, before, special=False)
-        return prompt + _ids(tokenizer, whole[len(before) :], special=False), max(1, len(prompt))
+            return _ids(tokenizer, whole, add_special_tokens=False), 1
+        prompt = _ids(tokenizer, before, add_special_tokens=False)
+        return prompt + _ids(tokenizer, whole[len(before) :], add_special_tokens=False), max(1, len(prompt))
     if "completion" in row:
-        prompt = _open_ids(tokenizer, row["prompt"])
-        return prompt + _ids(tokenizer, row["completion"], special=False), max(1, len(prompt))
-    return _ids(tokenizer, row["text"] if "text" in row else row["prompt"]), 1
+        prompt = _ids(tokenizer, row["prompt"])
+        return prompt + _ids(tokenizer, row["completion"], add_special_tokens=False), max(1, len(prompt))
+    return _ids(tokenizer, row["text"] if "text" in row else row["prompt"], add_special_tokens=True), 1
 
 
-def _ids(tokenizer: Any, text: str, special: bool = True) -> list[int]:
-    """Return the token ids of a text, none for an empty one. special: whether the tokenizer adds special tokens."""
-    return list(token_ids(tokenizer, text, add_special_tokens=special)) if text else []
-
-
-def _open_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the token ids of a text that goes on, without the end token that some tokenizers add to every text."""
-    ids = _ids(tokenizer, prompt)
-    return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
+def _ids(tokenizer: Any, text: str, **options: bool) -> list[int]:
+    """Return the token ids of a text as `token_ids` does, none for an empty text."""
+    return list(token_ids(tokenizer, text, **options)) if text else []
 
 
 def _chat(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from moe_rl.drift.floor import Floor
 from moe_rl.drift.gates import gates_of, with_gates
 from moe_rl.drift.options import DriftOptions
 from moe_rl.drift.output import Tick, finite, place_of, progress, record_of, short_names, unfinished
-from moe_rl.drift.passes import keep_scored, kept_scored, scored
+from moe_rl.drift.passes import check_finite, keep_scored, kept_scored, scored
 from moe_rl.drift.prompts import Text, TextBatch
 from moe_rl.drift.run import checked
 from moe_rl.drift.samples import FILE, Load, to_measure
@@ -119,7 +119,9 @@ class Passes:
         for number, batch in enumerate(self.text.batches()):
             (before, _), (last, _) = (kept_scored(self.cache, f"{name}_{number}") for name in ("first", "last"))
             after = scored(f"checkpoint {index + 1}", model, batch.text)
-            held.add(batch, before, last, after, score_replayed(model, batch.text, before.routes, after.routes))
+            replayed = score_replayed(model, batch.text, before.routes, after.routes)
+            check_finite(f"checkpoint {index + 1} with the routes of checkpoint 1", replayed)
+            held.add(batch, before, last, after, replayed)
             if gates is not None:
                 with with_gates(model, gates):
                     held.change("body", batch, before, score_live(model, batch.text))

@@ -1,6 +1,7 @@
 """moe-rl check-routes, as a person calls it: a real model, captures in every kind of file."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -105,13 +106,16 @@ def test_files_and_models_that_cannot_be_right(place, tmp_path):
     lines = tmp_path / "x.jsonl"
     refused(lines, "there is no file")
     lines.write_text('{"tokens": [1, 2]}\n')
-    refused(lines, r"line 1: it has no 'routed_experts'; expected tokens")
+    refused(lines, "line 1: there is no 'routed_experts'; expected tokens")
+    lines.write_text("[1, 2]\n")
+    refused(lines, "line 1: a JSON list instead of an object; expected tokens")
     lines.write_text('{"tokens": [1, 2], "routed_experts": [[1, 2]]}\n')
     refused(lines, r"line 1: routed_experts are int64 \[1, 2\], expected \[rows, layers, K\]")
     lines.write_text('{"tokens": [1, 99], "routed_experts": [[[1, 2], [1, 2]]]}\n')
     refused(lines, "sequence 0 has token 99, the model 64")
-    lines.write_text('{"tokens": [1, [2]], "routed_experts": [[[1, 2], [1, 2]]]}\n')
-    refused(lines, r"x\.jsonl: sequence 0 has tokens or routes of unequal depth")
+    for tokens in ("5", "[[1], [2]]", "[1, true]"):
+        lines.write_text(f'{{"tokens": {tokens}, "routed_experts": [[[1, 2], [1, 2]]]}}\n')
+        refused(lines, r"x\.jsonl line 1: tokens are no list of token ids; expected")
     refused(lines, "--batch-size: at least 1, got 0", batch_size=0)
     lines.write_text("")
     refused(lines, "holds no sequence")
@@ -135,6 +139,14 @@ def test_tokens_of_an_unsigned_kind_are_tokens(kind, place, tmp_path):
     np.savez(tmp_path / "x.npz", tokens=ids, routed_experts=place.engine)
     found = read_capture(tmp_path / "x.npz", 2)
     assert [words.tolist() for words in found.tokens] == place.ids.tolist()
+
+
+def test_routes_of_another_shape_are_refused_as_the_file_is_read(place, tmp_path):
+    """Not only once the model has scored the tokens twice."""
+    for ids, got in ((place.engine.astype(np.float32), "float32 [28, 3, 2]"), (place.engine[:, :, 1], "int32 [28, 2]")):
+        np.savez(tmp_path / "x.npz", tokens=place.ids, routed_experts=ids, attention_mask=place.mask)
+        with pytest.raises(DriftError, match=re.escape(f"layers and K alike in all sequences; got ['{got}'")):
+            read_capture(tmp_path / "x.npz", 2)
 
 
 @pytest.mark.parametrize("value", [-100, 2, np.nan])

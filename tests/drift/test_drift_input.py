@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DbrxConfig, DbrxFo
 
 from moe_rl.checks import unreadable_weights
 from moe_rl.cli import main
-from moe_rl.drift import checkpoints
+from moe_rl.drift import checkpoints, passes, series
 from moe_rl.drift.adapters import Source
 from moe_rl.drift.checkpoints import _check_weights, _settings, check, check_device, fingerprint, in_order
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.prompts import Text
 from moe_rl.drift.run import DriftOptions, run_drift
+from moe_rl.measure import decompose
 from moe_rl.policy.tiny import char_tokenizer
 
 
@@ -83,6 +84,21 @@ def test_a_pair_that_does_not_go_together_is_one_message_and_nothing_written(
     assert re.search(message, error), error
     assert error.count("moe-rl: error") == 1 and "Traceback" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
+
+
+def test_forced_routes_that_overflow_are_refused(saved, prompts, tmp_path, capsys, monkeypatch):
+    """As where an expert that the router of NEW no longer chooses has diverged."""
+    old, new = saved("qwen3_moe")
+    (tmp_path / "third").symlink_to(new)
+    for module in (decompose, passes, series):
+        monkeypatch.setattr(module, "score_replayed", lambda model, text, *routes: text.input_ids * float("inf"))
+    for more, message in (
+        (["--no-per-site"], "error: NEW with the routes of OLD: log-probabilities of 6 of 6 texts"),
+        (["--no-per-site", "--one-at-a-time"], "error: NEW with the routes of OLD: log-probabilities of 6 of 6"),
+        ([tmp_path / "third"], "error: checkpoint 2 with the routes of checkpoint 1: log-probabilities of 6 of 6"),
+    ):
+        options = ["--prompts", prompts, "--floor-sequences", "0", "--no-gate-swap", "--output", tmp_path / "out"]
+        assert message in refused(capsys, "drift", old, new, *more, *options)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def test_output_is_named_after_the_pair_replaced_and_never_someone_elses(
     assert short_names(["runs/x/grpo/seed0"]) == ["grpo-seed0"], "runs/floor/seed0 would pass for a run"
     assert short_names(["x/grpo/seed0/checkpoint", "x/gspo/seed0"]) == ["grpo-seed0-checkpoint", "gspo-seed0"]
     assert short_names(["old", "./old/", "new"]) == ["old", "old", "new"]
+    assert short_names(["a/new/hf/..", "old/."]) == ["new", "old"]
     assert short_names(["base", "step 1", "step-1"]) == ["1-base", "2-step-1", "3-step-1"], "a table needs them unequal"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("...")
@@ -96,7 +97,7 @@ def test_an_error_halfway_leaves_nothing_behind_but_samples(saved, prompts, tmp_
     assert "No space left" in error and "nothing was written" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
     error = refused(capsys, "drift", old, new, *options, "--sample", "1", "--max-new-tokens", "2")
-    assert "responses once all are sampled (samples.jsonl)" in error and "OUTPUT.partial" in error
+    assert "the responses sampled so far (samples.jsonl)" in error and "OUTPUT.partial" in error
     assert (tmp_path / "out.partial" / "samples.jsonl").exists()
     assert not (tmp_path / "out.partial" / "drift.json").exists()
 

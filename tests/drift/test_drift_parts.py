@@ -7,12 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from moe_rl.drift.checkpoints import Checkpoints
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.passes import Measured
 from moe_rl.drift.prompt_files import KEYS, kind_of
-from moe_rl.drift.prompts import Example, Text, TextBatch, aligned, check_file, tokenised
+from moe_rl.drift.prompts import Example, Text, TextBatch, aligned, check_file, question, tokenised
 from moe_rl.drift.sums import _bins, _median, count
 from moe_rl.measure.decompose import Decomposition
 from moe_rl.measure.scoring import TokenBatch
@@ -78,6 +79,18 @@ def test_of_a_template_that_leaves_out_past_thoughts_the_answer_alone_is_measure
     thinking.chat_template = "{% if messages[-1].role == 'assistant' %}h{% endif %}" + TEMPLATE
     with pytest.raises(DriftError, match="where the answer begins is not known"):
         tokenised(row, thinking)
+
+
+def test_an_end_token_of_a_prompt_stays_and_one_that_the_tokenizer_adds_goes():
+    plain, ending = char_tokenizer("abcdefgh<>"), char_tokenizer("abcdefgh<>")
+    end, token = plain.eos_token_id, plain.eos_token
+    ending.backend_tokenizer.post_processor = TemplateProcessing(single="$A end", special_tokens=[("end", end)])
+    a, b = plain("ab")["input_ids"]
+    assert ending("ab")["input_ids"] == [a, b, end]
+    for tokenizer in (plain, ending):
+        for prompt, ids in (("ab", [a, b]), (f"ab{token}", [a, b, end])):
+            assert question({"prompt": prompt}, tokenizer) == (ids, len(ids))
+            assert tokenised({"prompt": prompt, "completion": "a"}, tokenizer) == ([*ids, a], len(ids))
 
 
 def test_a_token_that_the_model_does_not_embed_is_named_by_its_line(tokenizer, tmp_path):
@@ -146,7 +159,12 @@ def test_plain_text_and_parquet_are_read_as_their_jsonl(tokenizer, tmp_path):
 def test_tables_that_cannot_be_read_are_named(tokenizer, tmp_path):
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1 not really")
-    with pytest.raises(DriftError, match=r"a\.parquet is no Parquet file"):
+    with pytest.raises(DriftError, match=r"a\.parquet cannot be read as Parquet"):
+        check_file(path, tokenizer)
+    pq.write_table(pa.table({"text": ["abcd"] * 99}), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:20] + b"\xff" * 20 + whole[40:])  # of a page: pyarrow raises OSError
+    with pytest.raises(DriftError, match=r"a\.parquet cannot be read as Parquet"):
         check_file(path, tokenizer)
     pq.write_table(pa.table({"question": ["ab"]}), path)
     with pytest.raises(DriftError, match=r"none of the columns text, prompt, completion, messages, .* \('question'\)"):

@@ -179,6 +179,11 @@ def test_where_a_token_has_no_route_nothing_is_taken_apart(rerouted, tmp_path):
     found = checked(CheckOptions(path, rerouted.model))
     assert not found.faults and found.logprobs.not_replayed == "1 token without all of its routes."
     assert "gap_mean_replayed" not in found.logprobs.engine
+    ids[1][3] = rerouted.engine[1, 3]
+    for some in ids:
+        some[:, 0] = -1  # the dense layer has no routes that could be missing
+    found = checked(CheckOptions(lines(path, rerouted, sampled(rerouted), ids), rerouted.model))
+    assert not found.faults and found.logprobs.not_replayed == ""
 
 
 def test_the_command_says_what_routing_makes(rerouted, tmp_path, capsys):

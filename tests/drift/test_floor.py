@@ -1,5 +1,6 @@
 """moe-rl floor, as a person calls it."""
 
+import io
 import json
 import re
 import sys
@@ -13,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from moe_rl.cli import VERBS, main
 from moe_rl.drift import floor_run
-from moe_rl.drift.floor_page import verdict
+from moe_rl.drift.floor_page import say, verdict
 from moe_rl.drift.floor_run import run_floor
 from moe_rl.drift.options import FloorOptions
+from moe_rl.drift.output import Screen
 from moe_rl.measure.arithmetic import compare
 from moe_rl.policy.lora import LoraConfig, add_lora
 
@@ -148,6 +150,24 @@ def test_a_dtype_that_cannot_run_is_left_out_with_the_reason(prompts, tmp_path, 
     assert left["dtype"] == "bfloat16" and "--experts-implementation eager" in left["reason"]
 
 
+def test_a_reason_is_printed_as_it_is_with_all_brackets():
+    reason = "[enforce fail at alloc_cpu.cpp:117] no memory [/end]"
+    text = {"kinds": {"texts": 1}, "temperature": 1.0, "of_old": None, "sampled_from": None}
+    left_out = [{"dtype": "float32", "variant": "decode", "reason": reason}]
+    console = Screen(file=io.StringIO(), width=160)
+    say({"verdict": "Verdict.", "text": text, "model": "m", "rows": [], "left_out": left_out}, console)
+    assert f"not measured: float32 decode: {reason}\n" in console.file.getvalue()
+
+
+def test_the_text_is_that_of_the_examples_used(granite, prompts, tmp_path, undrawn):
+    prompts.write_text(prompts.read_text() + '{"text": "abc"}\n')
+    options = FloorOptions(
+        str(granite), prompts, tmp_path / "out", ("float32",), sequences=3, decode_tokens=0, experts=("eager",)
+    )
+    results = json.loads((run_floor(options) / "floor.json").read_text())
+    assert results["text"]["kinds"] == {"completions": 3} and results["sequences"] == 3 and results["examples"] == 5
+
+
 def test_the_verdict_names_the_worst_variant_of_each_dtype_and_no_other_dtype():
     def row(dtype, variant, outside, mean, changed=1, **more):
         results = {"slot_change": 0.02, "token_change": 0.1, "tokens_changed": changed, "gap_max": mean}
@@ -180,7 +200,7 @@ def test_the_verdict_names_the_worst_variant_of_each_dtype_and_no_other_dtype():
         ({"--batch-size": "0"}, "--batch-size: at least 1, got 0"),
         ({"--max-tokens": "65"}, "--max-tokens: 65 are more than the model's 64 positions"),
         ({"--max-tokens": "2"}, "no token to measure: 4 of 4 examples are empty.* fills the 2 tokens .* 64 positions"),
-        ({"--experts-implementation": "fastest"}, "error: --experts-implementation: expected one of .*fastest"),
+        ({"--experts-implementation": "fastest"}, "error: --experts-implementation: expected .*'fastest'"),
         ({"model": "nowhere"}, "MODEL: there is no folder"),
         ({"model": "dense"}, "MODEL: .*dense is no Mixture-of-Experts"),
         ({"model": "bare"}, "MODEL: .*bare has no usable tokenizer.*--tokenizer PATH"),

@@ -224,6 +224,10 @@ def test_sampling_that_cannot_be_is_refused_before_a_model_is_loaded(
         ([{"prompt_ids": [3], "completion_ids": [3], "temperature": -1}], "line 1: temperature must be 0"),
         ([{"prompt_ids": [3], "completion_ids": [3], "temperature": 0.5}, {"text": "ab"}], "line 2: .* another temp"),
         ([{"prompt": "a", "completion": "b", "temperature": 0.5}], "line 1: a temperature beside a completion as text"),
+        (
+            [{"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")], "temperature": 0.5}],
+            "line 1: a temperature beside a completion as text",
+        ),
         ([{"prompt_ids": [3], "completion_ids": [99]}], r"line 1 has token 99 \(.*, and the model embeds"),
     ],
 )
