@@ -312,13 +312,18 @@ class RunWriter:
         path = self.folder / "config.yaml"
         try:
             config = json.loads(json.dumps(config))
+            text = yaml.safe_dump(config, sort_keys=False)
+            parse_yaml(text)  # as a later start reads it
         except (TypeError, ValueError) as error:
-            raise RunFolderError(f"config must hold plain values (numbers, text, lists, mappings): {error}") from error
+            raise RunFolderError(
+                "config cannot be kept in config.yaml; it must hold plain values (numbers, text, lists, mappings): "
+                f"{error}"
+            ) from error
         if not path.exists():
             others = [p.name for p in self.folder.iterdir() if not p.name.startswith(".")]
             if others:
                 raise RunFolderError(f"{self.folder} holds no run (no config.yaml) but {others[0]}. Choose another.")
-            write_atomic(path, yaml.safe_dump(config, sort_keys=False))
+            write_atomic(path, text)
             return
         try:
             there = parse_yaml(path.read_bytes())
@@ -336,7 +341,7 @@ class RunWriter:
                 "another folder, or move this one away."
             )
         if there != config:
-            write_atomic(path, yaml.safe_dump(config, sort_keys=False))
+            write_atomic(path, text)
 
 
 def _run_folder(folder: Path, arm: str, seed: SupportsIndex) -> Path:

@@ -173,7 +173,8 @@ def token_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
         held = json_value(value, f"tokens, {name}")
         if name not in (*_WHOLE, "text") and isinstance(held, list):
             held = [math.nan if item is None else item for item in held]
-        array = np.asarray(held, dtype=object if name == "text" else None)
+        nested = isinstance(held, list) and any(isinstance(item, list) for item in held)  # perhaps of unequal lengths
+        array = np.asarray(held, dtype=object if nested or name == "text" else None)
         kinds = "O" if name == "text" else "iu" if name in _WHOLE else "iuf"
         if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):  # an empty array is float64
             wanted = "texts" if name == "text" else "whole numbers" if name in _WHOLE else "numbers"

@@ -58,7 +58,8 @@ def write_table(
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, schema, compression="zstd", compression_level=1, **options) as writer:
         for group in itertools.chain([first], groups):
-            writer.write_table(group.replace_schema_metadata(schema.metadata))
+            table = group.replace_schema_metadata(schema.metadata)
+            writer.write_table(table, max(1, len(table)))  # by default pyarrow cuts groups of more than 1Mi rows
     data = sink.getvalue().to_pybytes()
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")  # the footer ends with its length and PAR1
     pages = data[:footer] + FOOTER_MARK + hashlib.sha256(data[footer:]).digest()

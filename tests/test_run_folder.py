@@ -334,7 +334,6 @@ def test_tokens_are_kept_for_the_views_of_tokens(tmp_path):
         run.tokens(4, **columns)
         for change, said in (
             ({"flips": [0.5, 1, 1]}, "flips must be a list of whole numbers, got float64"),
-            ({"pos": [0]}, "one length, got .*'pos': 1"),
             ({"tokn": [1]}, "no column 'tokn'; did you mean 'token'"),
             ({"token": [5, 2**31, 7]}, "token holds 5 to 2147483648, but is kept in 32 bits"),
             ({"token": torch.tensor([5, -(2**40), 7])}, "token holds -1099511627776 to 7, but"),
@@ -342,6 +341,7 @@ def test_tokens_are_kept_for_the_views_of_tokens(tmp_path):
             ({"seq": []}, "one length, got .*'seq': 0"),
             ({name: [] for name in columns}, "no rows; a step without tokens needs no table"),
             ({"seq": 3}, r"seq must be a list of whole numbers, got int64 \[\]"),
+            ({"seq": [[1], [2, 3]]}, r"seq must be a list of whole numbers, got object \[2\]"),
         ):
             with pytest.raises(RunFolderError, match=said):
                 run.tokens(5, **{**columns, **change})

@@ -1,6 +1,7 @@
 """A folder that an earlier version wrote can be gone on with: a setting that it did not know counts as its default."""
 
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 import yaml
@@ -122,3 +123,18 @@ def test_differences_are_named_and_not_all_listed():
     changed = differences({"a": {"b": 1, "c": 2}, "d": [1]}, {"a": {"b": 1, "c": 3}, "d": [2], "e": None})
     assert changed == {"a.c": (2, 3), "d": ([1], [2])}
     assert listed(changed, most=1) == "a.c: 2 there, 3 now and 1 more"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (reduce(lambda inner, _: [inner], range(100), 0), "deeper than 100"),
+        ("\ud800", "character escape"),
+        (object(), "is not JSON"),
+    ],
+)
+def test_settings_that_could_not_be_read_again_are_refused_before_a_run_begins(tmp_path, value, said):
+    """Such a run could not go on: its config.yaml was called damaged."""
+    with pytest.raises(RunFolderError, match=f"(?s)config cannot be kept in config.yaml; .* plain values .*{said}"):
+        RunWriter(tmp_path, arm="a", config={"data": value})
+    assert not (tmp_path / "a" / "seed0" / "config.yaml").exists()

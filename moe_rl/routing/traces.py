@@ -1,7 +1,6 @@
 """Readers of routing traces on disk: Megatron-LM's JSONL, FLAME-MoE's Parquet, slime's dumps of rollouts. Megatron and
 FLAME traces may be larger than memory, so only the part asked for is kept."""
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from moe_rl.checks import parse_json
 from moe_rl.routing.arrays import pad_left_aligned
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.packing import LIVE
@@ -39,7 +39,7 @@ def read_megatron(
         for number, line in enumerate(lines, start=1):
             where = f"{file} line {number}"
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 layer, at, rows = int(row["layer"]), int(row["step"]), row["top_indices"]
                 shape = int(row["num_tokens"]), int(row["topk"])
             except (ValueError, KeyError, TypeError, OverflowError) as error:
@@ -106,9 +106,9 @@ def _table(rows: Any, where: str) -> Tensor:
     """Return the rows as a tensor. Raises RoutingError unless they are a table of whole numbers."""
     try:
         ids = torch.tensor(rows, device="cpu")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise RoutingError(f"{where}: top_indices is no table of ids: {error}") from error
-    if ids.ndim != 2 or ids.is_floating_point():
+    if ids.ndim != 2 or ids.dtype != torch.int64:
         raise RoutingError(f"{where}: top_indices is no table of whole numbers")
     return ids
 
@@ -142,7 +142,9 @@ def read_flame(
     layers = []
     for file in files:
         lists = _column([file], "indices", start, count)
-        ids = torch.tensor(lists.flatten().to_numpy(zero_copy_only=False).astype("int64"), device="cpu")
+        if not hasattr(lists.type, "value_type"):
+            raise RoutingError(f"{file}: column 'indices' holds {lists.type}, expected lists of whole numbers")
+        ids = _whole(lists.flatten(), f"{file}: column 'indices'")
         if ids.numel() % count or (list_value_length(lists).to_numpy() != ids.numel() // count).any():
             raise RoutingError(f"{file}: rows {start} to {start + count} name different numbers of experts")
         layers.append(ids.view(count, -1))
@@ -153,8 +155,18 @@ def read_flame(
         parts = sorted(Path(samples).glob("*.parquet"))
         if not parts:
             raise RoutingError(f"{samples}: no *.parquet there; expected the folder samples")
-        tokens = torch.tensor(_column(parts, "token_id", start, count).to_numpy(), device="cpu")[None]
+        tokens = _whole(_column(parts, "token_id", start, count), f"{samples}: column 'token_id'")[None]
     return torch.stack(layers, 1)[None], tuple(file.stem for file in files), tokens
+
+
+def _whole(values: Any, where: str) -> Int[Tensor, " N"]:
+    """Return an arrow array as a tensor. Raises RoutingError for missing values and other values than whole numbers."""
+    from pyarrow.types import is_integer
+
+    if values.null_count or not is_integer(values.type):
+        missing = ", some of them missing" if values.null_count else ""
+        raise RoutingError(f"{where} holds values of {values.type}{missing}; expected whole numbers")
+    return torch.tensor(values.to_numpy().astype("int64"), device="cpu")
 
 
 def _column(files: list[Path], name: str, start: int, count: int) -> Any:

@@ -63,7 +63,7 @@ def write_route_changes(path: Path, routes: RoutedExperts, since: Path, old: Rou
     old = _base(path, since.name, None) if old is None else old
     if (old.sites, old.shape, old.num_experts) != (routes.sites, routes.shape, routes.num_experts):
         raise RoutingError(f"{since} holds {old}, and changes since then cannot be those of {routes}")
-    if routes.tokens is not None and (old.tokens is None or not torch.equal(old.tokens.cpu(), routes.tokens.cpu())):
+    if routes.tokens is not None and not torch.equal(_tokens(old), _tokens(routes)):
         raise RoutingError(f"{since}: its routes are of other tokens than {routes}")
     step, parts, header = _in_groups(routes)
     groups = [_change_columns(old.rows(slice(i * step, (i + 1) * step)), part, i) for i, part in enumerate(parts)]
@@ -121,8 +121,8 @@ def read_route_table(
     if kind not in (EARLIER, ROUTES, CHANGES):
         raise RoutingError(f"{path}: a Parquet file, but not of routes; tokens/*.parquet has the tokens")
     try:
-        if kind == EARLIER:
-            routes = _earlier(table if whole else table.read(), header)
+        if kind == EARLIER or not (whole or _one_row_group_each(table, header)):
+            routes = _earlier(table if whole else table.read(), header) if kind == EARLIER else read_route_table(path)
             routes = routes if sites is None else routes.select(sites)
             return routes if sequences is None else routes.rows(_numbers(sequences, routes.shape[0]))
         wanted = _numbers(sequences, header["shape"][0])
@@ -152,17 +152,21 @@ def _cell_dtype(num_experts: Any) -> type[np.unsignedinteger[Any]]:
 # -- routes ------------------------------------------------------------------------------------------------------------
 
 
+def _tokens(routes: RoutedExperts) -> torch.Tensor:
+    """Return int32 token ids [B,T] on the CPU, -1 where unknown."""
+    return torch.full(routes.shape[:2], -1, dtype=torch.int32) if routes.tokens is None else routes.tokens.cpu()
+
+
 def _route_columns(routes: RoutedExperts, first: int) -> dict[str, Any]:
     """Return the columns of one row group of routes, whose sequences are numbered from `first` on."""
     import pyarrow as pa
 
     packed, live = routes.packed.cpu().numpy(), routes.live.cpu().numpy()
     B, T, _, K = packed.shape
-    tokens = torch.full((B, T), -1, dtype=torch.int32) if routes.tokens is None else routes.tokens.cpu()
     columns: dict[str, Any] = {
         SEQUENCE: np.repeat(np.arange(first, first + B, dtype=np.int32), T),
         POSITION: np.tile(np.arange(T, dtype=np.int32), B),
-        TOKEN: tokens.reshape(-1).numpy(),
+        TOKEN: _tokens(routes).reshape(-1).numpy(),
     }
     dtype = np.dtype(_cell_dtype(routes.num_experts))
     for index, site in enumerate(routes.sites):
@@ -186,6 +190,12 @@ def _routes(path: Path, source: Any, header: dict[str, Any], wanted: list[int], 
     tokens = torch.from_numpy(table[TOKEN].to_numpy().reshape(len(held), T).copy())
     kept = [held.index(number) for number in wanted]
     return _checked(packed[kept], names, chosen, header, None if bool((tokens == -1).all()) else tokens[kept])
+
+
+def _one_row_group_each(file: Any, header: dict[str, Any]) -> bool:
+    """Return whether an open file has one row group per group of sequences. Earlier versions cut groups of more than a
+    million rows into several."""
+    return file.num_row_groups == max(1, -(-header["shape"][0] // header["group_sequences"]))
 
 
 def _row_groups_of(header: dict[str, Any], wanted: list[int]) -> tuple[list[int], list[int]]:

@@ -224,6 +224,10 @@ def test_a_trace_of_megatron_is_position_first_and_micro_batches_follow(tmp_path
     path.write_text("\n".join(lines)[:-9])
     with pytest.raises(RoutingError, match=f"line {len(lines)} is no record .* cut off"):
         RoutedExperts.from_megatron_jsonl(path)
+    for ids, said in (("true, false", "of whole numbers"), ("null, 1", "of ids"), ("[" * 10**5, "line 1 is no record")):
+        path.write_text(f'{{"step": 0, "layer": 0, "num_tokens": 1, "topk": 2, "top_indices": [[{ids}]]}}')
+        with pytest.raises(RoutingError, match=said):
+            RoutedExperts.from_megatron_jsonl(path)
     megatron(tmp_path / "router_trace_rank1.jsonl")
     with pytest.raises(RoutingError, match="holds 2 ranks"):
         RoutedExperts.from_megatron_jsonl(tmp_path)
@@ -289,3 +293,22 @@ def test_traces_of_flame_are_read_in_part_and_compare_over_checkpoints(tmp_path,
         RoutedExperts.from_flame(samples)
     with pytest.raises(RoutingError, match=r"has no column 'token_id', but scores, indices"):
         RoutedExperts.from_flame(tmp_path / "actives" / "iter_540", tmp_path / "actives" / "iter_540", count=2)
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokens", "said"),
+    [
+        (pa.array([[1.5, 2.0]]), [1], "layer_00.parquet: column 'indices' holds values of double; expected whole"),
+        (pa.array([[1, None]]), [1], "column 'indices' holds values of int64, some of them missing"),
+        (pa.array([1]), [1], "column 'indices' holds int64, expected lists"),
+        (pa.array([[1, 2]]), ["a"], "samples: column 'token_id' holds values of string; expected whole"),
+        (pa.array([[1, 2]]), pa.array([None], pa.int32()), "'token_id' holds values of int32, some of them missing"),
+    ],
+)
+def test_traces_of_flame_hold_whole_numbers(tmp_path, ids, tokens, said):
+    """Ids of 1.5 were read as 1."""
+    (tmp_path / "samples").mkdir()
+    pq.write_table(pa.table({"indices": ids}), tmp_path / "layer_00.parquet")
+    pq.write_table(pa.table({"token_id": tokens}), tmp_path / "samples" / "0.parquet")
+    with pytest.raises(RoutingError, match=said):
+        RoutedExperts.from_flame(tmp_path, tmp_path / "samples", count=1)

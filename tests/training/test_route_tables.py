@@ -77,6 +77,34 @@ def test_some_sequences_and_sites_are_read_from_their_row_groups(tmp_path, monke
             read_route_table(path, None, ["d.gate"])
 
 
+def test_a_large_group_is_one_row_group_and_those_cut_by_earlier_versions_are_read(tmp_path, monkeypatch):
+    """Of groups that pyarrow had cut, a part of the sequences was read with a part of their exchanges."""
+    write_table(tmp_path / "large.parquet", {"row": np.zeros(2**20 + 1, np.int8)})
+    assert pq.ParquetFile(tmp_path / "large.parquet").num_row_groups == 1
+
+    def cut(path, groups, metadata, **options):
+        tables = [pa.table(group) for group in groups]
+        halves = (part for t in tables for part in (t[: len(t) // 2], t[len(t) // 2 :]))
+        write_table(path, (dict(zip(t.column_names, t.columns, strict=True)) for t in halves), metadata, **options)
+
+    monkeypatch.setattr(route_tables, "GROUP_TOKENS", 5)
+    monkeypatch.setattr(route_tables, "write_table", cut)
+    old = routes_of(8)
+    new = moved(old)
+    write_route_table(tmp_path / "old.parquet", old)
+    write_route_changes(tmp_path / "new.parquet", new, tmp_path / "old.parquet")
+    for row in (0, 1):
+        assert read_route_table(tmp_path / "new.parquet", [row], "b.gate").equal(sets(new).select("b.gate").rows(row))
+
+
+def test_routes_whose_tokens_are_all_unknown_are_those_of_unknown_tokens(tmp_path):
+    old = routes_of(8, tokens=False)
+    write_route_table(tmp_path / "old.parquet", old)
+    new = moved(old).with_ids(old.ids, torch.full((2, 5), -1))
+    write_route_changes(tmp_path / "new.parquet", new, tmp_path / "old.parquet")
+    assert read_route_table(tmp_path / "new.parquet").equal(sets(old))
+
+
 def test_the_sites_with_few_experts_are_read_as_routes_like_any_others(tmp_path):
     """As `select` packs them: a part that kept the file's dtype was saved and could not be loaded."""
     routes = RoutedExperts([[[[1, 2], [4, 300]], [[-1, -1], [5, 6]]]], ("few", "many"), [5, 512])
