@@ -153,15 +153,20 @@ class StudyData:
     def environment(self) -> dict[str, Any]:
         """The study's own env.json (of the command that started the study); empty for a single run."""
         file = self.folder / "env.json"
-        return read_json(file) if file.exists() and len(self.runs) != 1 else {}
+        return read_json(file) if file.exists() and len(self.runs) != 1 and not self._joined else {}
 
     @cached_property
     def roundings(self) -> dict[str, "StudyData"]:
         """The same study under other roundings, by name: its folders `rounding_<name>` that hold runs."""
-        if self.folder == Path() and not (self.folder / "study.yaml").exists():  # several studies, joined
+        if self._joined:
             return {}
         folders = [folder for folder in sorted(self.folder.glob(f"{ROUNDING}*")) if any(folder.glob("*/seed*"))]
         return {folder.name.removeprefix(ROUNDING): load(folder) for folder in folders}
+
+    @property
+    def _joined(self) -> bool:
+        """Whether several studies were joined, which have no folder in common."""
+        return self.folder == Path()
 
     @property
     def seeds(self) -> list[int]:
@@ -215,6 +220,7 @@ def load(path: str | Path) -> StudyData:
     a note. Raises StudyDataError: there is no run, or something else is damaged (the message names file and line).
     """
     path = Path(path).expanduser()
+    path = path if path.parts else path.resolve()  # Path() stands for joined studies
     if not path.is_dir():
         raise StudyDataError(no_folder(path))
     if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():

@@ -219,13 +219,14 @@ def read_lines(path: Path, notes: list[str], damaged: list[str] | None = None) -
 
     Args:
         notes: list that takes notes on the file.
-        damaged: list that takes a message for each line that is no row; such a line is left out. The last line is left
-            out without a message, for it may still be being written. None: such a last line gives a note, any other
-            raises StudyDataError.
+        damaged: list that takes a message for each line that is no row; such a line is left out. A last line without
+            its end is left out without a message, for it may still be being written. None: such a last line gives a
+            note, any other raises StudyDataError.
     """
-    lines = path.read_bytes().split(b"\n")
-    if not lines[-1]:
-        lines.pop()
+    *lines, rest = path.read_bytes().split(b"\n")
+    whole = len(lines)
+    if rest:
+        lines.append(rest)
     unknown = set()
     for number, line in enumerate(lines, start=1):
         try:
@@ -234,7 +235,7 @@ def read_lines(path: Path, notes: list[str], damaged: list[str] | None = None) -
                 raise ValueError(problem)
         except ValueError as error:  # json's and unicode's errors are ValueErrors
             wrong = f"{path} line {number}: not a metrics row ({error})"
-            if number == len(lines):
+            if number > whole:
                 if damaged is None:
                     notes.append(f"{path.name} line {number} is cut off (interrupted write) and was left out")
             elif damaged is None:

@@ -50,7 +50,7 @@ def job_options(words: Sequence[str]) -> dict[str, Any]:
     submitit counts with.
 
     Raises:
-        ConfigError: a word is no `key=value`, or an option that is decided here.
+        ConfigError: a word is no `key=value`, an option that is decided here, or no number of nodes.
     """
     options = dict(DEFAULTS)
     for word in words:
@@ -65,6 +65,9 @@ def job_options(words: Sequence[str]) -> dict[str, Any]:
             )
         number = key in (*SHARED, "signal_delay_s", "time")
         options[key if key in SHARED else f"slurm_{key}"] = _value(value, number)
+    nodes = options.get("nodes", 1)
+    if type(nodes) is not int or nodes < 1:
+        raise ConfigError(f"--launcher-options nodes={nodes}: expected a whole number of at least 1")
     return options
 
 

@@ -137,7 +137,7 @@ def _arms(data: StudyData) -> list[dict[str, Any]]:
             "label": full_label(data, str(arm)),
             "seeds": ", ".join(map(str, row["seeds"])),
             "finished": f"{row['finished']} of {len(row['seeds'])}",
-            "note": declared.get(str(arm), {}).get("note", ""),
+            "note": declared.get(str(arm), {}).get("note") or "",
         }
         for arm, row in data.arms.iterrows()
     ]

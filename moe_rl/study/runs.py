@@ -163,7 +163,7 @@ def _table(runs: list[Run], workers: int) -> Table:
     for run in runs:
         table.add_row(
             run.arm,
-            str(run.seed),
+            run.name.removeprefix(f"{run.arm} seed "),  # with its rounding
             run.beginning() or run.state,
             f"{run.step}/{run.steps}",
             number(run.reward),

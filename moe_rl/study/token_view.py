@@ -57,8 +57,8 @@ class TokenStep:
 
     def index(self) -> dict[str, Any]:
         """Return the responses and updates to choose from, and `top`, the largest number of changes at a token."""
-        last = self.updates[-1]
-        changed = {(seq, update): self.changed(seq, update) for seq in self.sequences for update in self.updates}
+        own = {seq: updates for seq in self.sequences if (updates := self.updates_of(seq))}
+        changed = {(seq, update): self.changed(seq, update) for seq in own for update in own[seq]}
         routes = self.routes(0) if self.routed else None
         return {
             "step": self.step,
@@ -66,11 +66,12 @@ class TokenStep:
             "responses": [
                 {
                     "seq": seq,
-                    "reward": _rounded(self.rows(seq, last)["reward"].iloc[0]),
-                    "tokens": len(changed[seq, last]),
-                    "changed": int(changed[seq, last].sum()),
+                    "updates": updates,
+                    "reward": _rounded(self.rows(seq, updates[-1])["reward"].iloc[0]),
+                    "tokens": len(changed[seq, updates[-1]]),
+                    "changed": int(changed[seq, updates[-1]].sum()),
                 }
-                for seq in self.sequences
+                for seq, updates in own.items()
             ],
             "top": max(int(counts.max()) for counts in changed.values()),
             "unit": "experts" if routes else "sites",
@@ -139,6 +140,10 @@ class TokenStep:
             )
         return rows
 
+    def updates_of(self, seq: int) -> list[int]:
+        """Return the updates after which a response was stored: not all of them if an update is of a minibatch."""
+        return [update for update in self.updates if (seq, update) in self._rows]
+
     @cached_property
     def _rows(self) -> dict[Any, pd.DataFrame]:
         return dict(iter(self.table.sort_values("pos", kind="stable").groupby(["seq", "update"])))
@@ -152,7 +157,7 @@ class TokenStep:
 
     def experts(self, seq: int, update: int) -> np.ndarray:
         """Return the expert ids [T,L,K] of a response's tokens after an update; update 0 is the old policy."""
-        row, rows = self.sequences.index(seq), self.rows(seq, self.updates[0])
+        row, rows = self.sequences.index(seq), self.rows(seq, self.updates_of(seq)[0])
         columns, part = self.first(row) + rows["pos"].to_numpy(), self.routes(update).rows(row)
         if part.tokens is not None:
             line, known = part.tokens[0].numpy(), rows["token"].to_numpy()
@@ -162,14 +167,15 @@ class TokenStep:
 
     def all_experts(self, update: int) -> np.ndarray:
         """Return the expert ids [N,L,K] of all stored tokens, response after response, as `experts` returns them."""
-        return np.concatenate([self.experts(seq, update) for seq in self.sequences])
+        return np.concatenate([self.experts(seq, update) for seq in self.sequences if self.updates_of(seq)])
 
     def first(self, row: int) -> int:
         """Return the column of the routes at which a response begins; search its tokens if the files do not say it."""
         if self._first is not None:
             return int(self._first[row])
         tokens = self.routes(0).tokens
-        rows = self.rows(self.sequences[row], self.updates[0])
+        seq = self.sequences[row]
+        rows = self.rows(seq, self.updates_of(seq)[0])
         wanted, offsets = rows["token"].to_numpy(), rows["pos"].to_numpy()
         if tokens is not None:
             line = tokens[row].numpy()
@@ -252,7 +258,7 @@ def token_view_html(data: StudyData, limit: int = REPORT_BYTES) -> Markup:
     responses: dict[str, Any] = {}
     size = len(json.dumps(index))
     for seq in evenly(stored.sequences):
-        parts = {f"{seq}/{u}": stored.response(seq, u, REPORT_TOKENS) for u in stored.updates}
+        parts = {f"{seq}/{u}": stored.response(seq, u, REPORT_TOKENS) for u in stored.updates_of(seq)}
         size += len(_dump(parts))
         if responses and size > limit:
             break

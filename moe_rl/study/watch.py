@@ -172,7 +172,7 @@ class Api:
         """Return the tokens of the response `seq` of `run` and `step` after `update`."""
         with self.lock:
             stored, seq, update = self._step(query), _whole(query, "seq"), _whole(query, "update")
-            if seq not in stored.sequences or update not in stored.updates:
+            if update not in stored.updates_of(seq):
                 raise LiveError(
                     f"no response {seq} after update {update} of step {stored.step}; stored are responses "
                     f"{stored.sequences} and updates {stored.updates}"

@@ -117,6 +117,8 @@ def serve() -> None:
         for log in [log for log, run in runs.items() if run.sentinel in ready or run.exitcode is not None]:
             run = runs.pop(log)
             run.join()
+            if run.exitcode < 0:  # a signal, which leaves no message
+                _report(log, f"ended by {signal.Signals(-run.exitcode).name}")
             print(json.dumps({log: run.exitcode}), file=answers, flush=True)
         if 0 in ready:
             line = requests.readline()
@@ -127,11 +129,16 @@ def serve() -> None:
                 try:
                     run.start()
                 except OSError as error:  # no memory, or no more processes: the other runs go on
-                    with contextlib.suppress(OSError), open(request["log"], "a") as file:
-                        print(f"moe-rl: error: the run's process could not be started: {error}", file=file)
+                    _report(request["log"], f"the run's process could not be started: {error}")
                     print(json.dumps({request["log"]: 1}), file=answers, flush=True)
                 else:
                     runs[request["log"]] = run
+
+
+def _report(log: str, error: str) -> None:
+    """Add an error of which a run itself says nothing to the run's log, where the study and the live page find it."""
+    with contextlib.suppress(OSError), open(log, "a") as file:
+        print(f"moe-rl: error: {error}", file=file)
 
 
 def _may_fork() -> bool:

@@ -6,7 +6,7 @@ import pytest
 
 from moe_rl.runlog import RunLog
 from moe_rl.study.progress import clock, number, percent
-from moe_rl.study.runs import Run, totals
+from moe_rl.study.runs import Run, _table, totals
 from moe_rl.training import OptimConfig, RolloutConfig, RunConfig
 
 STEPS = 5
@@ -155,3 +155,8 @@ def test_arms_of_different_cost_are_not_taken_as_one(tmp_path):
     running.state = "running"
     assert totals([*runs, running], 1) == (2, 90.0) and totals([running], 1) == (0, None)
     assert totals(runs, 1) == (2, 0.0)
+
+
+def test_runs_under_several_roundings_are_told_apart(tmp_path):
+    runs = [Run("a", 0, tmp_path, tmp_path / "log", RunConfig(), rounding) for rounding in ("native", "avx2")]
+    assert list(_table(runs, 1).columns[1].cells) == ["0", "0 avx2"]

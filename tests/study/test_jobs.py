@@ -106,6 +106,7 @@ def test_options_are_those_of_submitit_and_sbatch():
         "slurm_signal_delay_s": 30,
     }
     wrong = {"gpu": "expected KEY=VALUE", "partition=": "expected KEY=VALUE", "tasks_per_node=8": "a job is one run"}
+    wrong |= dict.fromkeys(("nodes=0", "nodes=1.5", "nodes=true"), "nodes=.*: expected a whole number of at least 1")
     for word, said in wrong.items():
         with pytest.raises(ConfigError, match=said):
             job_options([word])

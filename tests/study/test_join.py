@@ -1,5 +1,6 @@
 """Several studies read as one."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -53,6 +54,18 @@ def test_joined_studies_of_two_outcomes_are_of_sampled_rewards_and_say_so(folder
     assert "outcome" not in mixed.config and mixed.notes == (
         "the studies do not all declare one outcome; here that of all is of their last steps, as sampled",
     )
+
+
+def test_joined_studies_have_nothing_of_the_folder_where_one_stands(folder, tmp_path, monkeypatch):
+    shutil.copytree(folder / "grpo", tmp_path / "grpo")
+    shutil.copytree(folder / "grpo", tmp_path / "rounding_avx2" / "grpo")
+    (tmp_path / "env.json").write_text('{"command": "moe-rl study here"}')
+    monkeypatch.chdir(tmp_path)
+    here = load(".")
+    assert here.folder == tmp_path and list(here.roundings) == ["avx2"] and here.environment
+    (tmp_path / "study.yaml").write_text("name: here")
+    both = join({"a": here, "b": here})
+    assert not both.roundings and not both.environment
 
 
 def test_two_studies_are_compared_as_one(folder):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from synthetic import write_study
 from token_files import routes, write_step
 
-from moe_rl.study import load
+from moe_rl.study import RunWriter, load
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.token_view import TokenStep, evenly, stored_steps, token_view_html
 from moe_rl.training.route_tables import write_route_table
@@ -20,8 +21,8 @@ def test_a_response_has_its_text_scores_and_experts(tmp_path):
     step = TokenStep(tmp_path, 7)
     index = step.index()
     assert index["responses"] == [
-        {"seq": 0, "reward": 0.0, "tokens": 3, "changed": 1},
-        {"seq": 3, "reward": 1.0, "tokens": 2, "changed": 2},
+        {"seq": 0, "updates": [1, 2], "reward": 0.0, "tokens": 3, "changed": 1},
+        {"seq": 3, "updates": [1, 2], "reward": 1.0, "tokens": 2, "changed": 2},
     ]
     assert (index["updates"], index["top"], index["unit"], index["slots"]) == ([1, 2], 2, "experts", 4)
     assert (index["labels"], index["common"]) == (["0", "1"], "model.layers.·.mlp.gate")
@@ -100,6 +101,26 @@ def test_files_that_do_not_fit_each_other_are_refused(tmp_path):
     (tmp_path / "tokens" / "step_000000.parquet").write_bytes(b"short")
     with pytest.raises(StudyDataError, match="not a readable Parquet file"):
         TokenStep(tmp_path, 0)
+
+
+def test_responses_may_be_stored_after_some_updates_only(tmp_path):
+    """As by a trainer that stores the minibatch of each update."""
+    folder = write_study(tmp_path / "s", ("grpo",), (0,), steps=2)
+    shutil.rmtree(folder / "grpo" / "seed0" / "tokens", ignore_errors=True)
+    with RunWriter(folder, arm="mine", config={"objective": "grpo"}) as run:
+        for update, seq in ((1, 0), (2, 3)):
+            run.tokens(1, seq=[seq], pos=[0], token=[5], update=[update], flips=[seq], old_logp=[-1], logp_natural=[-2])
+    step = TokenStep(folder / "mine" / "seed0", 1)
+    found = step.index()
+    assert (found["updates"], found["top"]) == ([1, 2], 3)
+    assert [(one["seq"], one["updates"], one["changed"]) for one in found["responses"]] == [(0, [1], 0), (3, [2], 3)]
+    content = re.search(r'id="token-view-data">(.*?)</script>', token_view_html(load(folder)), re.DOTALL)[1]
+    assert set(json.loads(content)["responses"]) == {"0/1", "3/2"}
+    write_step(tmp_path, 7)
+    routed = TokenStep(tmp_path, 7)
+    routed.table = routed.table[(routed.table["update"] == 2) == (routed.table["seq"] == 3)]
+    assert [(one["tokens"], one["changed"]) for one in routed.index()["responses"]] == [(3, 0), (2, 2)]
+    assert routed.all_experts(2).tolist() == TokenStep(tmp_path, 7).all_experts(2).tolist()
 
 
 def test_the_fragment_holds_data_that_cannot_end_its_script_and_keeps_its_limit(tmp_path):

@@ -22,6 +22,7 @@ def metrics(tmp_path):
     [
         (lambda lines: [*lines, '{"kind": "rol'], "no alarm has crossed", 0),
         (lambda lines: ['{"kind": "new", "step": 0}', *lines], "rows of kind 'new' were left out (written by ano", 0),
+        (lambda lines: [*lines, '{"kind": "rollout", "step": 6}', ""], "line 7: not a metrics row (lacks reward)", 1),
         (lambda lines: [lines[0], "{", *lines[1:]], "metrics.jsonl line 2: not a metrics row (Exp", 1),
         (lambda lines: [lines[0], '{"kind": "update", "step": 0}', *lines[1:]], "(lacks update); it was left out", 1),
         (lambda lines: ["[1]", *lines[1:4], "[", *lines[4:]], "got list); it and 1 more like it were left out", 1),

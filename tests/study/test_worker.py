@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_rl.study.launchers import Processes
-from moe_rl.study.runs import Run
+from moe_rl.study.runs import Run, last_line
 from moe_rl.study.worker import Worker
 from moe_rl.training import RunConfig
 
@@ -101,6 +101,7 @@ def test_a_run_that_is_killed_has_ended_though_a_process_that_it_forked_has_not(
     arguments = ["run", study, "--arm", "a", "--trust", "--output", tmp_path / "run"]
     worker.begin(arguments, tmp_path / "log")
     assert wait(worker, tmp_path / "log") == -signal.SIGKILL
+    assert last_line(tmp_path / "log") == "ended by SIGKILL"
     left = int((tmp_path / "left").read_text())
     assert alive(left) and (tmp_path / "read").read_text() == ""
     os.kill(left, signal.SIGKILL)

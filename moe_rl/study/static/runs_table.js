@@ -9,7 +9,8 @@
   moeRL.drawRuns = (rows, problems, { study, runs, chosen, armOf, shownState, choose }) => {
     const lines = study.runs.flatMap((state, i) => {
       const run = runs.get(state.run), arm = armOf(state.arm), shown = shownState(state);
-      const steps = state.steps ?? "?", done = run.step === null ? 0 : run.step;
+      const steps = state.steps ?? "?", sampled = run.points.reward.xs.at(-1) ?? -1;
+      const done = Math.max(run.step ?? 0, state.state === "done" ? sampled + 1 : 0); // rows of step times may be missing
       const latest = (points) => (points.xs.length ? points.y(points.xs.length - 1) : null);
       const changed = latest(run.points.changed);
       const progress = make("span", { class: "progress", "aria-hidden": "true" }, make("i", { style: { width: `${state.steps ? Math.min(100, (100 * done) / state.steps) : 0}%` } }));

@@ -131,19 +131,19 @@ var moeRL = window.moeRL || (window.moeRL = {});
         if (ticket !== this.ticket) return;
         this.index = { ...index, run: state.run };
       }
-      const { updates, responses } = this.index;
+      const { responses } = this.index;
       const known = responses.map((r) => r.seq);
-      state.update = updates.includes(Number(state.update)) && state.update !== null ? Number(state.update) : updates.at(-1);
       state.seq = state.seq !== null && known.includes(Number(state.seq)) ? Number(state.seq) : known[0];
+      const { updates, tokens: length } = responses.find((r) => r.seq === state.seq); // those after which it was stored
+      state.update = updates.includes(Number(state.update)) && state.update !== null ? Number(state.update) : updates.at(-1);
       if (!COLOURINGS[state.colour]) state.colour = "changed";
-      const length = responses.find((r) => r.seq === state.seq).tokens;
       const wanting = length <= ROWS_TOKENS && updates.length <= ROWS_UPDATES ? updates : [state.update];
       const read = await Promise.all(wanting.map((u) => this.source.response(state.run, state.step, state.seq, u)));
       if (ticket !== this.ticket) return;
       this.rows = read;
       this.pick.step.closest(".tv-pair").hidden = steps.length < 2 && !this.source.live;
       this.fill("step", steps, (s) => `step ${s}`);
-      this.fill("update", updates, (u) => `update ${u} of ${updates.at(-1)}`);
+      this.fill("update", updates, (u) => `update ${u} of ${this.index.updates.at(-1)}`);
       this.fill("seq", known, (seq, i) => `${seq} · reward ${moeRL.number(responses[i].reward)} · ${responses[i].changed} changed at the end`);
       this.fill("colour", Object.keys(COLOURINGS), (c) => COLOURINGS[c].name(this.index));
       this.say("");

@@ -55,7 +55,7 @@
         rules = set;
         drawn = "";
       }
-      const due = study.runs.filter((state) => state.bytes !== runs.get(state.run).bytes);
+      const due = study.runs.filter(({ run, bytes, state }) => bytes !== runs.get(run).bytes || state !== runs.get(run).state); // tokens may come last
       due.sort((a, b) => (b.run === view.run) - (a.run === view.run)); // the chosen run first
       let shown = Date.now();
       await Promise.all([0, 1, 2].map(async () => {
@@ -96,6 +96,7 @@
       more = answer.more;
     }
     run.bytes = state.bytes;
+    run.state = state.state;
     version++;
   }
 
