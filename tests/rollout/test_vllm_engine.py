@@ -170,7 +170,9 @@ def test_the_guard_stops_at_reloads_that_change_nothing(synced, model):
     probe = sync_probe(synced, TASK, 7, 1.0)
     synced.stale.touch()
     try:
-        with pytest.raises(EngineError, match=r"tried do not reach the rollout engine, first \S+, \S+, \S+: after each"):
+        with pytest.raises(
+            EngineError, match=r"tried do not reach the rollout engine, first \S+, \S+, \S+: after each"
+        ):
             SyncGuard(synced, model, probe, 1.0, build=lambda: synced)
     finally:
         synced.stale.unlink()
