@@ -52,9 +52,11 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     - with responses of several versions of the weights: versions
 
     The columns are those of the functions that make the tables, with labels and conditions beside the names of arms.
+    `final_reward` has `judged` only where it differs from `finished`.
     """
     finals = final_rewards(data)
-    inner = ("judged", "by_seed", "collapse_steps")
+    all_judged = bool((finals["judged"] == finals["finished"]).all())
+    inner = ("by_seed", "collapse_steps", *["judged"] * all_judged)
     finals = finals.drop(columns=[name for name in finals if str(name).endswith(inner)])
     finals.insert(2, "condition", [condition_label(data, noise) for noise in finals["noise"]])
     pairs = comparison_table(data)

@@ -116,7 +116,7 @@ PAGES: dict[str, dict[str, Column]] = {
         **_texts("condition", "n"),
         "final reward": _interval(".2f", "final", "low", "high"),
         "held out": _interval(".2f", "evaluation"),
-        "failed": lambda row: "–" if pd.isna(row["start"]) else f"{row['failed']} of {row['finished']}",
+        "failed": lambda of: "–" if pd.isna(of["start"]) else f"{of['failed']} of {of.get('judged', of['finished'])}",
         "below start": lambda row: "–" if pd.isna(row["start"]) else str(row["below_start"]),
         **_texts("collapsed"),
     },

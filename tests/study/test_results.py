@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from synthetic import write_rows, write_study
+from synthetic import read_rows, write_rows, write_study
 
 from moe_rl.study import load
 from moe_rl.study.outcomes import final_rewards
@@ -117,6 +117,16 @@ def test_a_page_gets_its_table_between_the_markers(results):
     assert unknown.endswith("| – | – | 0 |"), "without a reward to begin with it is not known which runs failed"
     for name in ("comparisons", "change_rates", "runs"):
         assert fill(f"<!-- table: small/{name} -->\n<!-- end -->", results).count("\n|") >= 3
+
+
+def test_a_page_counts_failures_of_the_runs_that_can_be_judged(tmp_path):
+    """Of two finished runs one has no reward before its first update."""
+    folder = write_study(tmp_path / "s", arms=("grpo",), seeds=(0, 1), steps=6, sequences=2)
+    rows = read_rows(folder / "grpo" / "seed1")
+    write_rows(folder / "grpo" / "seed1", [row for row in rows if row["step"]])
+    table = result_tables(load(folder))["final_reward"]
+    assert (table["finished"][0], table["judged"][0]) == (2, 1)
+    assert " of 1 | 0 | 0 |" in markdown("final_reward", table)
 
 
 def test_a_folded_table_is_a_line_that_opens(results):
