@@ -5,6 +5,7 @@ The module is stateless, so that nothing has to be kept in step. `LiveStudy.over
 """
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -210,8 +211,7 @@ class LiveStudies:
         """Return the names of folders with a study, last written first; none if the folder itself is a study."""
         if self.alone is not None or not self.folder.is_dir():
             return []
-        found = [self.folder / name for name in study_names(self.folder)]
-        return [path.name for path in sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))]
+        return sorted(study_names(self.folder), key=lambda name: (-_written(self.folder / name), name))
 
     def study(self, name: str = "") -> LiveStudy:
         """Return the study called `name`, without a name the first.
@@ -225,6 +225,15 @@ class LiveStudies:
         if not names or (name and name not in names):
             raise LiveError(f"no study {name!r}; there are {', '.join(names) or 'none any more'}")
         return LiveStudy(self.folder / (name or names[0]))
+
+
+def _written(study: Path) -> float:
+    """Return the time at which a study was last written: its folder, or the rows of one of its runs."""
+    times = [0.0]
+    for path in (study, *study.glob("*/seed*/metrics.jsonl")):
+        with suppress(FileNotFoundError):  # deleted in the meantime
+            times.append(path.stat().st_mtime)
+    return max(times)
 
 
 def _words(value: Any) -> str | None:

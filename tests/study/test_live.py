@@ -287,6 +287,17 @@ def test_studies_of_other_trainers_stand_beside_declared_ones(tmp_path):
     assert sorted(LiveStudies(tmp_path).names()) == ["declared", "mine"]
 
 
+def test_the_study_that_was_written_last_is_the_first(tmp_path):
+    """Rows do not change the time of the study's folder."""
+    for number, name in enumerate("ab"):
+        RunWriter(tmp_path / name, arm="grpo").finish()
+        for path in (tmp_path / name, tmp_path / name / "grpo" / "seed0" / "metrics.jsonl"):
+            os.utime(path, (number, number))
+    assert LiveStudies(tmp_path).names() == ["b", "a"]
+    os.utime(tmp_path / "a" / "grpo" / "seed0" / "metrics.jsonl", (9, 9))
+    assert LiveStudies(tmp_path).names() == ["a", "b"]
+
+
 def test_a_crash_of_a_writer_is_told_with_its_error(tmp_path):
     with pytest.raises(OverflowError), RunWriter(tmp_path, arm="mine") as run:
         run.rollout(0, reward=1.0)
