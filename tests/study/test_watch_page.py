@@ -36,10 +36,11 @@ def test_the_noise_floor_stands_beside_the_curve_and_the_map(browser, url, study
     assert browser.js("document.querySelectorAll('.level, #heat .floor').length") == 0
     for run, bf16 in (("grpo/seed0", 80), ("gspo/seed0", 40)):  # of 1600 slots: 5 and 2.5 %, their mean 3.75 %
         for variant, changed in (("repeat", 0), ("batch", 8), ("bf16", bf16)):
-            by_site = {"site_slots_changed": [changed, 0, 0, 0], "site_slots": [400] * 4}
+            by_site = {"site_slots_changed": [changed, 0, 0, 0], "site_slots": [400, 400, 400, 0]}
             row = {"kind": "floor", "step": 0, "variant": variant, "slots_changed": changed, "slots": 1600}
             add_rows(study / run, row | by_site)
     browser.wait("document.querySelectorAll('#heat .floor').length === 1")
+    browser.wait("document.querySelectorAll('#chart-changed .level').length === 2")
     titles = "[...document.querySelectorAll('#chart-changed .level title')].map(e => e.textContent)"
     assert browser.js(titles) == ["equal weights, bf16: 3.75 %", "equal weights, own: 0.5 %"]
     assert browser.js("document.querySelectorAll('.level').length") == 2, "only the change rate has this floor"
@@ -49,6 +50,7 @@ def test_the_noise_floor_stands_beside_the_curve_and_the_map(browser, url, study
     cells = browser.js("[...document.querySelectorAll('#heat title')].map(e => e.textContent)")
     floor = [cell for cell in cells if "equal weights" in cell]
     assert floor[0] == "model.layers.0.mlp.gate, equal weights, own: 2 %"  # 8 of 400
+    assert floor[3] == "model.layers.3.mlp.gate, equal weights, own: –", "no slot was compared"
     assert floor[4] == "model.layers.0.mlp.gate, equal weights, bf16: 20 %" and len(floor) == 2 * 4
     assert "dashed: noise floor" in text(browser, ".heat-legend")
     browser.click("#legend [data-arm='grpo']")

@@ -54,7 +54,7 @@
             }
             for (const [name, rates] of answer.floor) { // of the own variants, the largest
               const known = data.floor.get(name) || [];
-              data.floor.set(name, rates.map((rate, l) => Math.max(rate ?? 0, known[l] ?? 0)));
+              data.floor.set(name, rates.map((rate, l) => (rate === null ? known[l] ?? null : Math.max(rate, known[l] ?? 0))));
               for (const rate of rates) if (rate > data.top) data.top = rate;
             }
             if (answer.sites.length) Object.assign(data, { sites: answer.sites, labels: answer.labels, common: answer.common });
