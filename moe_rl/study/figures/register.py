@@ -181,8 +181,8 @@ def seeds_note(data: StudyData, runs: Runs, interval: bool, counts: Sequence[int
     of how many values further intervals are."""
     usual, others = _counts(data, runs)
     n = f"n = {usual} seed{'s' if usual > 1 else ''} per arm"
-    n += f" ({', '.join(f'{k} for {label}' for label, k in others.items())})" if others else ""
-    parts = [n, interval_note(usual, [*others.values(), *counts])] if interval else [n]
+    n += f" ({', '.join(f'{k} for {label}' for label, k in others)})" if others else ""
+    parts = [n, interval_note(usual, [*(k for _, k in others), *counts])] if interval else [n]
     if data.unfinished:
         names = ", ".join(run.name for run in data.unfinished)
         parts.append(f"unfinished runs included as far as they got: {names}")
@@ -193,7 +193,7 @@ def seeds_words(data: StudyData, runs: Runs, mark: str, counts: Sequence[int] = 
     """Return the line under a figure: n, and what its bars or bands (`mark`) are; `counts` as in `seeds_note`."""
     usual, others = _counts(data, runs)
     words = f"n = {usual} seed{'s' if usual > 1 else ''} per arm"
-    if mark and several_kinds(usual, [*others.values(), *counts]):
+    if mark and several_kinds(usual, [*(k for _, k in others), *counts]):
         words = f"n = {usual} in most arms" if others else words
         return f"{words}; {mark}: 95 % Student from {FEWEST} seeds on, else their range"
     words += " (fewer or more in some)" if others else ""
@@ -218,10 +218,10 @@ def repeats(data: StudyData) -> set[str]:
     return set(same.loc[same["difference"] == 0, "arm"])
 
 
-def _counts(data: StudyData, runs: Runs) -> tuple[int, dict[str, int]]:
-    """Return the number of seeds of most arms, and the numbers of the arms that have another one, by label. Arms
-    without runs are left out."""
+def _counts(data: StudyData, runs: Runs) -> tuple[int, list[tuple[str, int]]]:
+    """Return the number of seeds of most arms, and (label, number) of each arm that has another one. Arms without runs
+    are left out."""
     repeated, seeds = repeats(data), Counter(arm for arm, _ in runs)
     counts = {str(arm): seeds[arm] for arm in data.arms.index if seeds[arm] and arm not in repeated}
     usual = int(min(pd.Series(counts, dtype=int).mode(), default=0))
-    return usual, {full_label(data, arm): k for arm, k in counts.items() if k != usual}
+    return usual, [(full_label(data, arm), k) for arm, k in counts.items() if k != usual]
