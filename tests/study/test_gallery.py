@@ -310,3 +310,21 @@ def test_a_method_is_called_by_what_the_labels_of_its_arms_share(data):
     assert [method_label(named, method) for method in ("grpo", "gspo")] == ["GRPO", "GSPO"]
     vars(named)["arms"] = arms.assign(label=["Old", "New", "GSPO"])
     assert method_label(named, "grpo") == "Old"
+
+
+def test_the_axis_of_rewards_holds_the_whole_interval(tmp_path):
+    """One failing run of six widens Student's interval beyond the best seed."""
+    for seed in range(6):
+        with RunWriter(tmp_path, arm="grpo", seed=seed) as run:
+            for step in range(2):
+                run.rollout(step, reward=0.7 if seed else 0.0)
+    drawn = reward(load(tmp_path))
+    assert 0.75 < drawn.frame["high"].max() < drawn.figure.axes[0].get_ylim()[1] <= 1
+
+
+def test_arms_of_one_label_are_each_counted(tmp_path):
+    for arm, seeds, label in (("a", 3, "A"), ("b", 3, "B"), ("c", 2, "C"), ("d", 1, "C")):
+        for seed in range(seeds):
+            with RunWriter(tmp_path, arm=arm, seed=seed, config={"label": label}) as run:
+                run.rollout(0, reward=0.5)
+    assert "n = 3 seeds per arm (2 for C, 1 for C)" in reward(load(tmp_path)).caption

@@ -282,3 +282,28 @@ def test_score_by_minibatches_is_the_declared_reward_and_names_each_kind_of_arm(
     one, other = marks["GRPO"], marks["GRPO without a clip"]
     assert [*one.get_xdata(), *other.get_xdata()] == [2, 8], "an arm alone at its N stands at it"
     assert one.get_color() == other.get_color() and one.get_marker() != other.get_marker()
+
+
+def test_arms_of_one_number_of_minibatches_and_one_name_are_told_apart(data):
+    config = copy.deepcopy(data.config)
+    config["arms"]["grpo_replay"]["label"] = "GRPO, half the rate"
+    runs = []
+    for run in data.runs:
+        of = copy.deepcopy(run.config)
+        of["optim"]["num_minibatches"] = 8 if run.arm == "gspo" else 2
+        of["method"]["replay"] = "none"
+        runs.append(replace(run, config=of))
+    drawn = minibatches(replace(data, config=config, runs=tuple(runs)))
+    marks = {line.get_label(): line for line in drawn.figure.axes[0].lines}
+    one, other = marks["GRPO"], marks["GRPO, half the rate"]
+    assert one.get_xdata()[0] < 2 < other.get_xdata()[0] and one.get_marker() != other.get_marker()
+
+
+def test_sites_of_more_arms_than_are_drawn_are_in_the_table(tmp_path):
+    for number in range(8):
+        shares = {f"site_token_share_{kind}": [1.0] for kind in ("alone", "last")}
+        with RunWriter(tmp_path, arm=f"arm{number}", seed=0) as run:
+            run.rollout(0, reward=0.5)
+            run.row("decomposition", 0, update=1, replay_effect_var=1.0, site_names=["layers.0.gate"], **shares)
+    drawn = decomposition_by_site(load(tmp_path))
+    assert "2 more arms are in the table." in drawn.caption and drawn.frame["arm"].nunique() == 8

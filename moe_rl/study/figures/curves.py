@@ -63,6 +63,11 @@ def over_seeds(
     return np.maximum(mean, floor), np.maximum(low, floor), np.maximum(high, floor)
 
 
+def highest(tables: Mapping[str, pd.DataFrame]) -> float:
+    """Return the highest upper end of the intervals of `over_seeds`, which may be above all seeds; NaN without any."""
+    return float(pd.Series(np.concatenate([over_seeds(table)[2] for table in tables.values()])).max())
+
+
 def summarise(table: pd.DataFrame, geometric: bool = False, **labels: Any) -> pd.DataFrame:
     """Return a table with seeds as columns as tidy rows: labels, x, n, mean, low, high (`over_seeds`) and each seed's
     value."""

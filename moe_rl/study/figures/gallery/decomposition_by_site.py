@@ -52,7 +52,8 @@ def decomposition_by_site(data: StudyData) -> Drawing:
         Patch(facecolor="white", edgecolor=PARTS["routing"], label="this site changes last"),
     ]
     drawn.legend(handles=handles, loc="outside upper left", ncols=2, borderaxespad=0.3)
-    return Drawing(drawn, table, f"Sites: {common}.")
+    left = table["arm"].nunique() - len(arms)
+    return Drawing(drawn, table, f"Sites: {common}." + (f" {left} more arms are in the table." if left > 0 else ""))
 
 
 def site_table(data: StudyData) -> pd.DataFrame:

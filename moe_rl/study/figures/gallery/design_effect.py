@@ -5,7 +5,7 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.curves import curves, seed_tables
+from moe_rl.study.figures.curves import curves, highest, seed_tables
 from moe_rl.study.figures.register import PROBE, Drawing, figure
 from moe_rl.study.figures.style import PALE, NothingToDraw
 
@@ -34,8 +34,8 @@ def design_effect(data: StudyData) -> Drawing:
     if table.empty:
         raise NothingToDraw("design_effect: live and replayed log-probabilities do not differ, or responses are short")
     medians = table.groupby(["arm", "seed", "length"], observed=True)["design_effect"].median().reset_index()
-    top = max(2.0, 1.1 * float(medians["design_effect"].max()))
     tables = seed_tables(medians, "length", "design_effect")
+    top = np.nanmax([2.0, 1.1 * float(medians["design_effect"].max()), 1.1 * highest(tables)])
     drawn = curves(data, tables, "design effect", "tokens averaged", thin=False, ylim=(0, top), above=0.2)
     lengths = np.array(sorted(table["length"].unique()))
     for ax in drawn.axes:

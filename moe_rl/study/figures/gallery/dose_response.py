@@ -9,7 +9,7 @@ from moe_rl.study.arms import replays_all, slots_rerouted
 from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.floor import draw_across, floor_note
-from moe_rl.study.figures.layout import drawn_arms
+from moe_rl.study.figures.layout import drawn_arms, headroom
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, look_of, panels
 from moe_rl.study.outcomes import reward_names, run_outcomes
@@ -64,7 +64,7 @@ def dose_response(data: StudyData) -> Drawing:
     axes[0].set_xlim(left=-0.02 * axes[0].get_xlim()[1])
     axes[0].set_ylabel(reward_names(run_outcomes(data))[0])
     if seeds["final"].min() >= 0:
-        axes[0].set_ylim(0, 1.08 * float(seeds["final"].max()) or None)
+        axes[0].set_ylim(0, headroom([axes[0]], 0, 1.08 * float(seeds["final"].max())) or None)
     log_y(axes[1])
     axes[1].set_ylabel("variance of token log r, nats²")
     for ax in axes:

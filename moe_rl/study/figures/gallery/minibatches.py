@@ -7,6 +7,7 @@ from moe_rl.settings import at
 from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.gallery.dose_response import draw_marks, interval_table
+from moe_rl.study.figures.layout import headroom
 from moe_rl.study.figures.register import Drawing, figure, runs_in
 from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, look_of, panels, twin
 from moe_rl.study.outcomes import reward_names, run_outcomes
@@ -62,7 +63,7 @@ def minibatches(data: StudyData) -> Drawing:
         ax.set_xlabel("minibatches (updates) per batch, N")
     axes[0].set_ylabel(name if len(titles) == 1 else "reward")
     if seeds["final"].min() >= 0:
-        axes[0].set_ylim(0, 1.08 * float(seeds[list(titles)].max().max()) or None)
+        axes[0].set_ylim(0, headroom(axes, 0, 1.08 * float(seeds[list(titles)].max().max())) or None)
     legend_above(drawn, axes)
     said = "Every run samples equally often, so more minibatches are also more updates."
     if seeds["steps"].nunique() > 1:
@@ -71,8 +72,9 @@ def minibatches(data: StudyData) -> Drawing:
 
 
 def minibatch_table(data: StudyData) -> pd.DataFrame:
-    """Return one row per arm and seed without noise: method, label (up to its first comma), `updates` per batch,
-    `steps`, `final` reward as `measured`, and `peak`: the highest mean of `FINAL_STEPS` successive steps."""
+    """Return one row per arm and seed without noise: method, label, `updates` per batch, `steps`, `final` reward as
+    `measured`, and `peak`: the highest mean of `FINAL_STEPS` successive steps. Labels end before their first comma, but
+    not where an earlier arm of as many updates has that label."""
     rewards = {key: part["reward"] for key, part in data.rollouts.groupby(["arm", "seed"], observed=True)}
     outcomes = run_outcomes(data).set_index(["arm", "seed"])
     rows = []
@@ -82,9 +84,13 @@ def minibatch_table(data: StudyData) -> pd.DataFrame:
         if not isinstance(count, int) or key not in rewards or run.noise:
             continue
         of = rewards[key]
-        label = str(data.arms["label"][run.arm]).split(",")[0]
+        label = str(data.arms["label"][run.arm])
         row = {"arm": run.arm, "seed": run.seed, "method": run.method, "label": label, "updates": count}
         peak = float(of.rolling(min(FINAL_STEPS, len(of))).mean().max())
         rows.append(row | dict(outcomes.loc[key, ["measured", "final"]]) | {"steps": len(of), "peak": peak})
     columns = ["arm", "seed", "method", "label", "updates", "steps", "measured", "final", "peak"]
-    return pd.DataFrame(rows, columns=columns)
+    table = pd.DataFrame(rows, columns=columns)
+    arms = table.groupby("arm")[["label", "updates"]].first().reindex(data.arms.index).dropna()
+    short = arms["label"].str.split(",").str[0]
+    taken = pd.concat([short, arms["updates"]], axis=1).duplicated()
+    return table.assign(label=table["arm"].map(short.where(~taken, arms["label"])))

@@ -1,8 +1,11 @@
 """Mean reward of the sampled batch against the RL step, one panel per condition."""
 
+import numpy as np
+import pandas as pd
+
 from moe_rl.study.arms import full_label
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.curves import collapse_note, curves, mark_collapses, seed_tables
+from moe_rl.study.figures.curves import collapse_note, curves, highest, mark_collapses, seed_tables
 from moe_rl.study.figures.layout import many, shown
 from moe_rl.study.figures.register import Drawing, figure, lines_note
 from moe_rl.study.figures.style import reward_limits
@@ -17,7 +20,8 @@ from moe_rl.study.figures.style import reward_limits
 def reward(data: StudyData) -> Drawing:
     rows = data.rollouts.dropna(subset=["reward"])
     tables = seed_tables(rows, "step", "reward")
-    drawn = curves(data, tables, "reward, mean\nover responses", quantity="reward", ylim=reward_limits(rows["reward"]))
+    limits = reward_limits(pd.Series([*rows["reward"], np.minimum(1.0, highest(tables))]))
+    drawn = curves(data, tables, "reward, mean\nover responses", quantity="reward", ylim=limits)
     for ax, arms in drawn.panels:
         mark_collapses(ax, data, arms)
     drawn.legend()
