@@ -54,6 +54,15 @@ def test_routers_of_no_token_have_no_margin():
         router_metrics([], [], k=2)
 
 
+def test_margins_and_shifts_of_float64_logits_are_not_rounded():
+    """A shift of 1e-9, of a small step, is below what float32 can tell."""
+    old = torch.tensor([[1.0, 0.5, 0.0]], dtype=torch.float64)
+    new = old + 1e-9 * torch.tensor([[1.0, -1.0, 0.0]], dtype=torch.float64)
+    metrics = router_metrics([old], [new], k=1)
+    assert float(metrics["shift_over_margin"]) == pytest.approx(4e-9, rel=1e-6)
+    assert float(metrics["margin_median"]) == pytest.approx(0.5 + 2e-9, abs=1e-15)
+
+
 @pytest.mark.filterwarnings("error")
 def test_no_number_of_routers_holds_the_graph_of_their_logits():
     old, new = (torch.randn(4, 6, requires_grad=True) for _ in range(2))
