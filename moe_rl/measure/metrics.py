@@ -13,13 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from moe_rl.objectives.ratios import (
-    as_bool_mask,
-    at_least_float32,
-    check_shapes,
-    sequence_log_ratio,
-    token_log_ratio,
-)
+from moe_rl.objectives.ratios import as_bool_mask, at_least_float32, check_shapes, sequence_log_ratio, token_log_ratio
 from moe_rl.routing import ChangeCounts, RoutedExperts
 from moe_rl.routing.router_stats import (
     active_set_churn,
