@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from moe_rl.objectives.ratios import as_bool_mask, check_shapes, sequence_log_ratio, token_log_ratio
+from moe_rl.objectives.ratios import as_bool_mask, at_least_float32, check_shapes, sequence_log_ratio, token_log_ratio
 from moe_rl.routing import ChangeCounts, RoutedExperts
 from moe_rl.routing.router_stats import (
     active_set_churn,
@@ -222,8 +222,8 @@ def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tens
     found = {"router_kl": sum(kl) / len(kl), "router_js": sum(js) / len(js), "site_router_kl": kl, "site_router_js": js}
     if any(not 0 < k < logits.shape[-1] or not len(logits) for logits in new):
         return found
-    margin = torch.cat([boundary_margin(logits.float(), k) for logits in new])
-    shift = torch.cat([_shift_over_margin(a.float(), b.float(), k) for a, b in pairs])
+    margin = torch.cat([boundary_margin(at_least_float32(logits), k) for logits in new])
+    shift = torch.cat([_shift_over_margin(at_least_float32(a), at_least_float32(b), k) for a, b in pairs])
     return {
         **found,
         "margin_p10": margin.kthvalue(max(1, math.ceil(0.1 * margin.numel()))).values,

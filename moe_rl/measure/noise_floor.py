@@ -28,6 +28,7 @@ from moe_rl.measure.peer_metrics import gap_metrics
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
 from moe_rl.measure.weights import dtypes_as_loaded
 from moe_rl.routing import RoutedExperts, UnsupportedModelError, change_counts, flips_per_token
+from moe_rl.routing.counts import in_order_of
 
 PIECES = 4
 OTHER_EXPERTS = {"grouped_mm": "eager", "eager": "grouped_mm", "batched_mm": "eager"}
@@ -175,7 +176,8 @@ def position_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, 
     """Return how many sites changed at each position of a response: `position_sites_changed` and `position_sites`.
 
     Both are lists, from position 0 (the first token of `mask` in its row) to the last position of any row. Tokens
-    between that are not in `mask`, such as a tool's text, take up positions but add no sites.
+    between that are not in `mask`, such as a tool's text, take up positions but add no sites; nor do sites that have no
+    route on either side.
 
     >>> old, new = (RoutedExperts(torch.tensor(ids).view(1, 3, 1, 1), ("gate",), 4) for ids in ([0, 1, 2], [3, 1, 0]))
     >>> {name: x.tolist() for name, x in position_metrics(old, new, torch.tensor([[False, True, True]])).items()}
@@ -183,8 +185,12 @@ def position_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, 
     """
     first = mask.int().argmax(1, keepdim=True)
     position = (torch.arange(mask.shape[1], device=mask.device) - first)[mask].cpu()
-    flips = flips_per_token(old, new).cpu()[mask.cpu()]
+    compared = ~(old.live | in_order_of(old, new).live)
+
+    def by_position(sites: Tensor) -> Tensor:
+        return torch.bincount(position, sites.cpu()[mask.cpu()].double()).long()
+
     return {
-        "position_sites_changed": torch.bincount(position, flips.double()).long(),
-        "position_sites": torch.bincount(position) * len(old.sites),
+        "position_sites_changed": by_position(flips_per_token(old, new)),
+        "position_sites": by_position(compared.sum(-1)),
     }

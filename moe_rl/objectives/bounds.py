@@ -81,8 +81,8 @@ def check_settings(settings: Any, prefix: str = "", error: type[ValueError] = Va
     """Raise `error` for the first setting with a value that its type does not allow.
 
     A setting is a field of (nested) dataclasses. A `Literal` type allows its names, a type annotated with a `Range` the
-    numbers in it; other types are not checked. The message gives the field, after `prefix`, what it may be and its
-    value."""
+    numbers in it, `float` also an int, a tuple also a list; any other type its instances. Only bool allows a bool. The
+    message gives the field, after `prefix`, what it may be and its value."""
     for name, hint, value in typed_settings(settings, prefix):
         if refused := _refusal(name, hint, value):
             raise error(refused)
@@ -106,7 +106,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def _refusal(name: str, hint: Any, value: Any) -> str | None:
-    """Return a message that the type `hint` does not allow `value`; None if it does, or if it restricts nothing."""
+    """Return a message that the type `hint` does not allow `value`; None if it does."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return args[1].refusal(name, value)
@@ -118,6 +118,14 @@ def _refusal(name: str, hint: Any, value: Any) -> str | None:
         refusals = [_refusal(name, option, value) for option in args if option is not type(None)]
         return refusals[0] if all(refusals) else None
     if origin is tuple:
-        items = value if isinstance(value, tuple | list) else (value,)
-        return next(filter(None, (_refusal(name, args[0], item) for item in items)), None)
-    return None
+        if not isinstance(value, tuple | list):
+            return f"{name}: expected a tuple, got {value!r}"
+        kinds = args[:1] * len(value) if args[1:] == (Ellipsis,) else args
+        if len(kinds) != len(value):
+            return f"{name}: expected {len(kinds)} values, got {len(value)}"
+        return next(filter(None, (_refusal(name, kind, item) for kind, item in zip(kinds, value, strict=True))), None)
+    kind = origin or hint
+    fits = kind is Any or isinstance(value, int | float if kind is float else kind)
+    if fits and (kind in (Any, bool) or not isinstance(value, bool)):
+        return None
+    return f"{name}: expected {kind.__name__}, got {value!r}"

@@ -99,11 +99,11 @@ class Objective:
     kl_importance_weighted: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.corrections, tuple) or not all(isinstance(x, Correction) for x in self.corrections):
+            raise ValueError(f"Objective.corrections: expected a tuple of Correction, got {self.corrections!r}.")
         check_settings(self, "Objective.")
         if self.gate not in GATES:
             raise ValueError(unknown("Objective.gate", self.gate, GATES))
-        if not isinstance(self.corrections, tuple) or not all(isinstance(x, Correction) for x in self.corrections):
-            raise ValueError(f"Objective.corrections: expected a tuple of Correction, got {self.corrections!r}.")
         if strange := [knob for knob in GATES[self.gate].knobs if not hasattr(self, knob)]:
             raise ValueError(
                 f"Objective.gate: the keyword-only arguments of a gate are fields of Objective, which has no "

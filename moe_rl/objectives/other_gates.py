@@ -31,7 +31,7 @@ def sequence_clip_gate(x: GateInputs, *, clip_low: float | int, clip_high: float
     The clip is that of `clip_gate` at the geometric mean of the sequence's r (arXiv:2507.18071, eq. 7). No paper has
     this gate: it separates the effect of the ratio's level from that of the clip's level.
     """
-    sequence = log_ratio_at_level(x.token_log_ratio.detach(), x.mask, "sequence")
+    sequence = log_ratio_at_level(x.level_log_ratio.detach(), x.mask, "sequence")
     clipped = outside_trust_region(sequence.exp(), x.advantages, 1.0 - clip_low, 1.0 + clip_high) & x.mask
     ratio = torch.where(clipped, x.log_ratio.detach().clamp(max=_SATURATED), x.log_ratio).exp()
     return Gated(ratio * x.advantages, clipped, sequence)

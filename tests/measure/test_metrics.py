@@ -54,6 +54,15 @@ def test_routers_of_no_token_have_no_margin():
         router_metrics([], [], k=2)
 
 
+def test_margins_and_shifts_of_float64_logits_are_not_rounded():
+    """A shift of 1e-9, of a small step, is below what float32 can tell."""
+    old = torch.tensor([[1.0, 0.5, 0.0]], dtype=torch.float64)
+    new = old + 1e-9 * torch.tensor([[1.0, -1.0, 0.0]], dtype=torch.float64)
+    metrics = router_metrics([old], [new], k=1)
+    assert float(metrics["shift_over_margin"]) == pytest.approx(4e-9, rel=1e-6)
+    assert float(metrics["margin_median"]) == pytest.approx(0.5 + 2e-9, abs=1e-15)
+
+
 @pytest.mark.filterwarnings("error")
 def test_no_number_of_routers_holds_the_graph_of_their_logits():
     old, new = (torch.randn(4, 6, requires_grad=True) for _ in range(2))
@@ -132,3 +141,13 @@ def test_gates_and_margins_are_of_the_chosen_experts():
     assert shares[0, 1].tolist() == [0.25, 0.25] and bool(shares[1, 1].isnan().all())
     torch.testing.assert_close(margins, torch.tensor([[math.log(3), 0.0], [math.log(3), 0.0]]))
     assert bool(gates_and_margins([logits[0]], torch.zeros(2, 1, 4, dtype=torch.long))[1].isinf().all())
+
+
+def test_positions_leave_out_what_has_no_route():
+    """A sampler's last token has none: it was counted as compared, and `change_counts` does not count it."""
+    ids = torch.tensor([[[[0], [1]], [[2], [-1]], [[-1], [-1]]]])
+    old, new = RoutedExperts(ids, ("a", "b"), 4), RoutedExperts((ids + 1).where(ids >= 0, -1).flip(2), ("b", "a"), 4)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    found, counts = position_metrics(old, new, mask), change_counts(old, new, mask)
+    assert [x.tolist() for x in found.values()] == [[2, 1, 0], [2, 1, 0]]
+    assert found["position_sites"].sum() == counts.sites_total and counts.sites_changed == 3

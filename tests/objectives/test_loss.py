@@ -59,6 +59,18 @@ def test_sequence_clip_golden():
     assert out.loss.isfinite() and slope.tolist() == [[0.0, 0.0]]
 
 
+def test_the_router_shift_enters_the_clip_of_sequences():
+    """Under "before_clip" the ratio that is averaged has gamma in it, as with ratio="sequence"."""
+    gspo = replace(OBJECTIVES["gspo"], route_weight="before_clip", clip_low=0.2, clip_high=0.27)
+    found = {}
+    for level, name in (("sequence", "clip"), ("token", "sequence_clip")):
+        objective = replace(gspo, ratio=level, gate=name)
+        out, _ = run(objective, [[1.0, 1.0], [1.6, 1.6]], [-1.0, 1.0], route_weight=double([[0.5, 0.9], [0.7, 0.7]]))
+        found[name] = out.clipped.tolist(), float(out.metrics["gate_ratio_mean"])
+    assert found["sequence_clip"] == found["clip"]
+    assert found["clip"][0] == [[True, True], [False, False]]  # sqrt(0.45) = 0.67 and 1.12, without gamma 1 and 1.6
+
+
 def test_dual_clip_golden():
     # A = -2, r = 5: PPO -10, floored at 3 * (-2) = -6 and out of the gradient; r = 2: -4, in the gradient
     out, slope = run("dual_clip", [[5.0, 2.0]], [-2.0])

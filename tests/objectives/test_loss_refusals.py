@@ -116,6 +116,24 @@ def test_a_number_that_is_needed_may_not_be_none(field, unannotated):
     assert Objective(dual_clip=None, ratio_cap=None) == Objective()
 
 
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: Objective(kl_importance_weighted="no"), "Objective.kl_importance_weighted: expected bool, got 'no'"),
+        (lambda: Objective(local_normalizer=0), "Objective.local_normalizer: expected bool, got 0"),
+        (lambda: Objective(gate=["clip"]), r"Objective.gate: expected str, got \['clip'\]"),
+        (lambda: Correction("token_mask", high="2"), r"Correction\(token_mask\).high: expected float, got '2'"),
+        (lambda: Correction("token_mask", high=None), r"Correction\(token_mask\).high: expected float, got None"),
+        (lambda: Correction("token_mask", high=True), r"Correction\(token_mask\).high: expected float, got True"),
+        (lambda: Correction("token_mask", optional=1), r"Correction\(token_mask\).optional: expected bool, got 1"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(made, message, unannotated):
+    """A text such as "no" counted as true, and a bound that is a text failed in a comparison that named no field."""
+    with pytest.raises(ValueError, match=message):
+        made()
+
+
 @pytest.mark.parametrize("corrections", [("token_truncate:2",), [Correction("token_mask", high=3.0)], None])
 def test_corrections_are_a_tuple_of_corrections(corrections, unannotated):
     with pytest.raises(ValueError, match=r"Objective.corrections: expected a tuple of Correction, got "):

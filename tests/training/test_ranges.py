@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import re
 import types
 import typing
 
@@ -14,7 +15,7 @@ from moe_rl.policy.lora import LoraConfig
 from moe_rl.policy.models import ModelConfig
 from moe_rl.training import MethodConfig, RunConfig, validate
 
-FULL = RunConfig(model=ModelConfig(lora=LoraConfig()))
+FULL = RunConfig(model=ModelConfig(lora=LoraConfig()), method=MethodConfig(keep_sites=(0,)))
 
 
 def numbers_of(cls, prefix=""):
@@ -79,7 +80,7 @@ def test_what_is_outside_is_refused_with_field_value_and_range(name):
         bad += [math.inf, -math.inf, math.nan]
     for value in bad:
         value = int(value) if interval.whole else float(value)
-        value = (value, default[1]) if isinstance(default, tuple) else value
+        value = (value, *default[1:]) if isinstance(default, tuple) else value
         with pytest.raises(ValueError) as refused:
             validate(put(FULL, name, value))
         shown = value[0] if isinstance(value, tuple) else value
@@ -95,10 +96,19 @@ def test_what_is_outside_is_refused_with_field_value_and_range(name):
         ("optim.betas", (0.9, 1.0), "optim.betas: expected a finite number of at least 0 and below 1, got 1.0"),
         ("seed", -1, "seed: expected a whole number of at least 0 and of at most 9223372036854775807, got -1"),
         ("method.kl_coef", math.nan, "method.kl_coef: expected a finite number of at least 0, got nan"),
+        ("optim.freeze_router", "no", "optim.freeze_router: expected bool, got 'no'"),
+        ("optim.share_prompts", None, "optim.share_prompts: expected bool, got None"),
+        ("model.dtype", 32, "model.dtype: expected str, got 32"),
+        ("model.path", True, "model.path: expected str, got True"),
+        ("model.tiny", {"layers": 2}, "model.tiny: expected TinyConfig, got {'layers': 2}"),
+        ("model.lora.target_modules", "q_proj", "model.lora.target_modules: expected a tuple, got 'q_proj'"),
+        ("task.options", "digits=2", "task.options: expected dict, got 'digits=2'"),
+        ("optim.betas", (0.9,), "optim.betas: expected 2 values, got 1"),
+        ("method.corrections", ("token_mask:2",), "method.corrections: expected Correction, got 'token_mask:2'"),
     ],
 )
 def test_messages(name, value, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         validate(put(FULL, name, value))
 
 
