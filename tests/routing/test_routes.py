@@ -197,6 +197,11 @@ def test_sites_match_by_name_pattern_and_index():
         match_sites(names, 12)
     with pytest.raises(RoutingError, match="no routing site was asked for"):
         match_sites(names, [])
+    for index in ([1], np.array([1]), torch.tensor([1]), [np.int64(1)], [torch.tensor(1)], np.int64(1)):
+        assert match_sites(names, index) == [1]
+    for neither in ([False, True], torch.tensor([False, True]), [np.True_], True, 1.0, [1.0], [None]):
+        with pytest.raises(RoutingError, match="by name, shell pattern or index, got"):
+            match_sites(names, neither)
 
 
 # Tables
