@@ -182,6 +182,8 @@ def test_names_of_the_model_itself_stay():
 def test_sites_are_stored_without_wrappers_and_two_names_of_one_site_are_refused():
     ids = torch.zeros(1, 1, 1, 1, dtype=torch.long)
     assert RoutedExperts(ids, ["module.a.gate"], 2).sites == ("a.gate",)
+    with pytest.raises(RoutingError, match=r"sites must be a list of names, got the text 'gate'"):
+        RoutedExperts(torch.zeros(1, 1, 4, 1, dtype=torch.long), "gate", 2)
     with pytest.raises(RoutingError, match=r"site a\.gate is named twice"):
         RoutedExperts(ids.repeat(1, 1, 2, 1), ["a.gate.modules_to_save.default", "a.gate.original_module"], 2)
 
