@@ -1,6 +1,6 @@
 """Methods of RoutedExperts that select sites, move rows, change the padding, and join batches."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -94,16 +94,17 @@ class Moved:
         return self._with(packed, tokens)
 
     @classmethod
-    def cat(cls: type[Made], parts: Sequence[Made]) -> Made:
+    def cat(cls: type[Made], parts: Iterable[Made]) -> Made:
         """Join batches along B. Values in `meta` that differ are dropped, except `hash_routed`, which keeps the sites
         of all parts; unknown tokens become -1.
 
         Raises RoutingError if sites, num_experts, T or K differ.
         """
-        if not parts:
+        batches = list(parts)
+        if not batches:
             raise RoutingError("cat needs at least one RoutedExperts")
-        first = parts[0]
-        for i, part in enumerate(parts):
+        first = batches[0]
+        for i, part in enumerate(batches):
             if (part.sites, part._experts, part.shape[3]) != (first.sites, first._experts, first.shape[3]):
                 raise RoutingError(f"part {i} has other sites, experts or slots: {part} after {first}")
             if part.shape[1] != first.shape[1]:
@@ -112,17 +113,17 @@ class Moved:
                     "with realign first"
                 )
         tokens = None
-        if any(part._tokens is not None for part in parts):
-            unknown = [torch.full(p.shape[:2], -1, dtype=torch.int32, device=p.device) for p in parts]
-            tokens = torch.cat([u if p._tokens is None else p._tokens for u, p in zip(unknown, parts, strict=True)])
-        shared = {k: v for k, v in first._meta.items() if all(p._meta.get(k, ...) == v for p in parts)}
-        fixed = [site for site in first.sites if any(site in p._meta.get("hash_routed", ()) for p in parts)]
+        if any(part._tokens is not None for part in batches):
+            unknown = [torch.full(p.shape[:2], -1, dtype=torch.int32, device=p.device) for p in batches]
+            tokens = torch.cat([u if p._tokens is None else p._tokens for u, p in zip(unknown, batches, strict=True)])
+        shared = {k: v for k, v in first._meta.items() if all(p._meta.get(k, ...) == v for p in batches)}
+        fixed = [site for site in first.sites if any(site in p._meta.get("hash_routed", ()) for p in batches)]
         if fixed:
             shared.setdefault("hash_routed", fixed)
-        known = [part._has_live for part in parts]
+        known = [part._has_live for part in batches]
         has_live = True if True in known else None if None in known else False
         return cls._trusted(
-            torch.cat([words(part.packed) for part in parts]).view(first.packed.dtype),
+            torch.cat([words(part.packed) for part in batches]).view(first.packed.dtype),
             first.sites,
             first._experts,
             tokens=tokens,

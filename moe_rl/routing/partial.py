@@ -1,5 +1,6 @@
 """Partial replay: which tokens and slots of a replay are forced, and how the others are chosen."""
 
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -28,8 +29,8 @@ def restricted(packed: Tensor, holes: Holes, tokens: Tensor | None, slots: int |
             )
         packed, holes = torch.where(tokens.to(packed.device)[:, :, None, None], packed, live), "rows"
     if slots is not None:
-        if not 1 <= slots <= k:
-            raise RoutingError(f"slots must be 1..{k} (experts per token), got {slots}")
+        if not (isinstance(slots, Integral) and 1 <= slots <= k):
+            raise RoutingError(f"slots must be 1..{k} (experts per token), got {slots!r}")
         if slots < k:
             packed, holes = torch.where(torch.arange(k, device=packed.device) < slots, packed, live), "slots"
     return packed, holes

@@ -55,6 +55,8 @@ class RoutedExperts(FromOthers, Moved, Stored):
         tokens: Tensor | np.ndarray | Sequence[Any] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
+        if isinstance(sites, str):  # its letters would be the names
+            raise RoutingError(f"sites must be a list of names, got the text {sites!r}: for one site, [{sites!r}]")
         names = tuple(canonical_site(name) for name in sites)
         experts = experts_per_site(num_experts, names)
         packed = pack_checked(as_tensor(ids, "ids"), names, experts, (meta or {}).get("hash_routed", ()))

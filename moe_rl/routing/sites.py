@@ -221,9 +221,8 @@ def match_sites(sites: Sequence[str], wanted: str | int | Iterable[str | int]) -
     >>> match_sites(["layers.0.gate", "layers.1.gate"], "*.1.*")
     [1]
     """
-    given: Any = wanted
-    one = isinstance(given, str | int) or getattr(given, "ndim", None) == 0  # numpy's and torch's scalars too
-    entries = [given] if one else list(given)
+    given: Any = getattr(wanted, "tolist", lambda: wanted)()  # numpy's and torch's, scalars too
+    entries = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     if not entries:
         raise RoutingError(f"no routing site was asked for; there are {len(sites)}, the first is {sites[0]}")
     found: dict[int, None] = {}
@@ -232,7 +231,13 @@ def match_sites(sites: Sequence[str], wanted: str | int | Iterable[str | int]) -
             name = canonical_site(entry)
             hits = [i for i, site in enumerate(sites) if site == name or fnmatch.fnmatchcase(site, entry)]
         else:
-            hits = [range(len(sites))[entry]] if -len(sites) <= entry < len(sites) else []
+            position = getattr(entry, "item", lambda entry=entry: entry)()
+            if type(position) is not int:  # a bool would be taken for site 0 or 1
+                raise RoutingError(
+                    f"routing sites are asked for by name, shell pattern or index, got {entry!r}; of a mask over "
+                    "sites, give the indices that are True"
+                )
+            hits = [range(len(sites))[position]] if -len(sites) <= position < len(sites) else []
         if not hits:
             near = difflib.get_close_matches(str(entry), sites, n=3, cutoff=0.3) or list(sites[:3])
             raise RoutingError(f"no routing site matches {entry!r}; there are {len(sites)}, the nearest: {near}")

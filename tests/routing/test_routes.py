@@ -182,6 +182,8 @@ def test_names_of_the_model_itself_stay():
 def test_sites_are_stored_without_wrappers_and_two_names_of_one_site_are_refused():
     ids = torch.zeros(1, 1, 1, 1, dtype=torch.long)
     assert RoutedExperts(ids, ["module.a.gate"], 2).sites == ("a.gate",)
+    with pytest.raises(RoutingError, match=r"sites must be a list of names, got the text 'gate'"):
+        RoutedExperts(torch.zeros(1, 1, 4, 1, dtype=torch.long), "gate", 2)
     with pytest.raises(RoutingError, match=r"site a\.gate is named twice"):
         RoutedExperts(ids.repeat(1, 1, 2, 1), ["a.gate.modules_to_save.default", "a.gate.original_module"], 2)
 
@@ -197,6 +199,11 @@ def test_sites_match_by_name_pattern_and_index():
         match_sites(names, 12)
     with pytest.raises(RoutingError, match="no routing site was asked for"):
         match_sites(names, [])
+    for index in ([1], np.array([1]), torch.tensor([1]), [np.int64(1)], [torch.tensor(1)], np.int64(1)):
+        assert match_sites(names, index) == [1]
+    for neither in ([False, True], torch.tensor([False, True]), [np.True_], True, 1.0, [1.0], [None]):
+        with pytest.raises(RoutingError, match="by name, shell pattern or index, got"):
+            match_sites(names, neither)
 
 
 # Tables

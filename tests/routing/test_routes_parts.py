@@ -113,6 +113,7 @@ def test_tokens_are_taken_from_anywhere_and_none_has_no_route(num_experts):
 def test_cat_undoes_rows():
     routes = example()
     assert RoutedExperts.cat([routes.rows(0), routes.rows([1, 2])]).equal(routes)
+    assert RoutedExperts.cat(routes.rows(row) for row in range(3)).equal(routes)
 
 
 def test_cat_keeps_what_parts_agree_on():

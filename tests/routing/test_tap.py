@@ -243,8 +243,7 @@ def test_routes_of_another_model_are_an_error() -> None:
     [
         ({"sites": "model.layers.9.mlp.gate"}, "no routing site matches"),
         ({"sites": [5]}, "no routing site matches 5"),
-        ({"slots": 0}, r"slots must be 1\.\.2"),
-        ({"slots": 3}, r"slots must be 1\.\.2"),
+        *(({"slots": slots}, r"slots must be 1\.\.2") for slots in (0, 3, 1.5, "1")),
         ({"tokens": torch.ones(2, 6, dtype=torch.bool)}, r"bool mask \[B,T\] = \(2, 7\)"),
         ({"tokens": torch.ones(2, 7)}, "bool mask"),
     ],
