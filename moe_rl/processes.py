@@ -32,6 +32,15 @@ def command_line(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", OWN_COMMAND, str(os.getpid()), *arguments]
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal; Python has none for most real-time signals.
+
+    >>> signal_name(9), signal_name(40)
+    ('SIGKILL', 'signal 40')
+    """
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
 @contextmanager
 def ends_with_its_reader() -> Iterator[None]:
     """Context manager and decorator: if the reader of the output has gone (`... | head`), end the command as one

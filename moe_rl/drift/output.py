@@ -37,11 +37,12 @@ def output_folder(given: Path | None, default: Path, names: Sequence[str], kept:
     """Return the folder to write: `given`, or else `default`; all in it will be replaced.
 
     names: of the files that the command writes, the one that marks a result first. kept: a file in it that the command
-    takes over. Raises DriftError: the folder holds more than an earlier result, or is the current one or above it."""
+    takes over. Raises DriftError: the folder, or OUTPUT.partial, holds more than an earlier result, or the folder is
+    the current one or above it."""
     output = default if given is None else given.expanduser()
     if Path.cwd().is_relative_to(output.resolve()):
         raise DriftError(f"--output: {output} is the folder you are in, or above it; name one inside it")
-    held = [path for path in output.iterdir() if not path.name.startswith(SYSTEM)] if output.is_dir() else []
+    held, left = _held(output), _held(partial_of(output))
     if output.exists() and not (output / names[0]).exists() and (held or not output.is_dir()):
         raise DriftError(f"--output: {output} is there and is no earlier comparison; name another folder")
     taken = None if kept is None else kept.expanduser().resolve()
@@ -50,7 +51,18 @@ def output_folder(given: Path | None, default: Path, names: Sequence[str], kept:
             f"--output: {output} is replaced as a whole, and holds {others[0]}, which this command does not write; "
             "move it, or name another folder"
         )
+    made = (*names, "cache", ".lock", *([taken.name] if taken and taken.parent == output.resolve() else []))
+    if others := sorted(p.name for p in left if p.name not in made and not re.fullmatch(r"\..*\.tmp", p.name)):
+        raise DriftError(
+            f"--output: {partial_of(output)} is emptied first, for the new result to be made in it, and holds "
+            f"{others[0]}, which this command does not write; move it, or name another folder"
+        )
     return output
+
+
+def _held(folder: Path) -> list[Path]:
+    """Return what a folder, if it is there, holds besides files of the system."""
+    return [path for path in folder.iterdir() if not path.name.startswith(SYSTEM)] if folder.is_dir() else []
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

@@ -212,13 +212,19 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
         yield
         return
 
+    running, left, every = True, 0.0, 0.0
+
     def stop(*_: Any) -> None:
-        raise _OverdueError
+        if running:
+            raise _OverdueError
 
     handler, started = signal.signal(signal.SIGALRM, stop), time.monotonic()
-    left, every = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # repeated: code may catch the first signal
     try:
-        yield
+        try:
+            left, every = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # again: code may catch the first one
+            yield
+        finally:
+            running = False  # a signal from here on must not raise out of what follows
     except _OverdueError:
         raise TaskError(f"did not return within {seconds:g} seconds (task.verifier_seconds)") from None
     finally:

@@ -64,9 +64,9 @@ class Alarm:
 
         A gradient norm that was not finite, which is null in its row, counts as infinite.
         """
-        if self.metric == "grad_norm" and row.get("skipped") == 1:
-            return math.inf
         found = _number(row.get(self.metric))
+        if found is None and self.metric == "grad_norm" and row.get("skipped") == 1:
+            return math.inf
         if found is None or not self.over:
             return found
         total = _number(row.get(self.over))

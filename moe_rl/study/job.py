@@ -1,13 +1,12 @@
 """The work of one job of a cluster: one run, in one process or, under torchrun, in several processes on its nodes."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moe_rl.processes import command_line
+from moe_rl.processes import command_line, signal_name
 
 
 def job_command(arguments: Sequence[str], processes: int | None, here: Any) -> list[str]:
@@ -60,5 +59,5 @@ def run_job(arguments: Sequence[str], log: str, processes: int | None, settings:
             raise
         except subprocess.CalledProcessError as error:
             if error.returncode < 0:  # a signal, which leaves no message
-                file.write(f"moe-rl: error: ended by {signal.Signals(-error.returncode).name}\n".encode())
+                file.write(f"moe-rl: error: ended by {signal_name(-error.returncode)}\n".encode())
             raise

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from moe_rl.processes import end_with_parent, importing
+from moe_rl.processes import end_with_parent, importing, signal_name
 
 NEEDED = (
     "moe_rl.cli",
@@ -118,7 +118,7 @@ def serve() -> None:
             run = runs.pop(log)
             run.join()
             if run.exitcode < 0:  # a signal, which leaves no message
-                _report(log, f"ended by {signal.Signals(-run.exitcode).name}")
+                _report(log, f"ended by {signal_name(-run.exitcode)}")
             print(json.dumps({log: run.exitcode}), file=answers, flush=True)
         if 0 in ready:
             line = requests.readline()

@@ -189,7 +189,8 @@ def settle(folder: Path) -> Path | None:
     """Return the run's checkpoint folder, also after an interruption; None if there is no checkpoint yet.
 
     If `checkpoint` is missing, the first of `checkpoint.new` and `checkpoint.old` that is complete takes its place.
-    Beside a checkpoint, both are removed. Raises CheckpointError for a link to a folder that does not exist."""
+    Beside a checkpoint, both are removed. Raises CheckpointError for a link to a folder that does not exist, or if
+    there was a checkpoint and neither of the two is complete."""
     new, target, old = (folder / name for name in ("checkpoint.new", "checkpoint", "checkpoint.old"))
     if target.is_symlink() and not target.exists():
         raise CheckpointError(
@@ -200,6 +201,8 @@ def settle(folder: Path) -> Path | None:
         if rest is not None:
             rest.rename(target)
             sync_folder(folder)
+        elif old.exists():  # an earlier checkpoint: starting over would remove all that the run wrote
+            _read_state(old)
     if target.exists():
         _remove(new, ignore_errors=True)
         _remove(old, ignore_errors=True)

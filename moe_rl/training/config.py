@@ -211,9 +211,9 @@ class OptimConfig:
     """Which loads the bias follows under replay: `used`, those of the replayed experts, which the bias does not change,
     or `live`, those of the experts that the routers would have chosen. Without replay the two are the same."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """At an update whose gradient is not finite: `stop` the run, or `skip` the update and go on. In both cases the
-    update moves no weight and is recorded under `incidents/` (`moe_rl.training.incidents`). A forward whose
-    log-probabilities are not finite always stops the run, since there is no update to leave out."""
+    """At an update whose gradient, or that of the value model, is not finite: `stop` the run, or `skip` the update and
+    go on. In both cases the update moves no weight and is recorded under `incidents/` (`moe_rl.training.incidents`). A
+    forward whose log-probabilities are not finite always stops the run, since there is no update to leave out."""
     reference_reset_every: Whole = 0
     """Iterative GRPO: the current policy becomes the KL reference every this many steps (0: never). Batches that wait
     (`rollout.lag`) keep the log-probabilities of the reference by which they were scored."""

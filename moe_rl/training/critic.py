@@ -152,16 +152,22 @@ class Critic(Scorer):
         self.ranks.backward(loss * self.ranks.size)  # backward averages over ranks; each has a share of a sum
         self._loss += float(loss.detach())
 
-    def step(self, warmup: float, hold: bool = False) -> dict[str, Any]:
-        """Make one optimizer step at `warmup` times the learning rate; return loss and gradient norm of the minibatch.
+    def clip(self) -> Tensor:
+        """Clip the gradient on the minibatch as the policy's; return its norm before that."""
+        self._norm = self.ranks.clip_grad_norm_(self.model.parameters(), self.optim.max_grad_norm)
+        return self._norm
 
-        No step is made with `hold`, or if the gradient norm is not finite."""
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the value model's parameters, by name."""
+        return self.model.named_parameters("value")
+
+    def step(self, warmup: float, hold: bool = False) -> dict[str, Any]:
+        """Make one optimizer step at `warmup` times the learning rate, with `hold` none, after `clip`; return loss and
+        gradient norm of the minibatch."""
         for group in self.optimizer.param_groups:
             group["lr"] = warmup * self.config.learning_rate
-        norm = self.ranks.clip_grad_norm_(self.model.parameters(), self.optim.max_grad_norm)
-        assert norm is not None
-        if not hold and bool(torch.isfinite(norm)):
+        if not hold:
             self.optimizer.step()
         self.optimizer.zero_grad()
         loss, self._loss = self.ranks.sums(self._loss)[0], 0.0
-        return {"value_loss": loss, "value_grad_norm": norm}
+        return {"value_loss": loss, "value_grad_norm": self._norm}

@@ -1,5 +1,6 @@
 """Incidents: the error for numbers that are not finite, and the files that a run keeps for looking into their cause."""
 
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,18 +32,22 @@ class NotFiniteError(FloatingPointError):
 
 
 def gradient_incident(update: int, batch: Responses, row: Mapping[str, Any], gradients: list[str]) -> NotFiniteError:
-    """Return the error for an update whose gradient norm is not finite.
+    """Return the error for an update with a gradient, of the policy or of a learner, whose norm is not finite.
 
     row: the row of kind "update".
     gradients: names of this rank's parameters whose gradients are not finite.
     """
+    norm = float(row["grad_norm"])
+    said = f"the gradient norm is {norm}"
+    if math.isfinite(norm):
+        said = "a gradient of what is trained beside the policy (a value model, predictors) is not finite"
     wrong = [
         name for name, value in row.items() if value is not None and not bool(torch.as_tensor(value).isfinite().all())
     ]
     return NotFiniteError(
         f"update {update}",
-        f"the gradient norm is {float(row['grad_norm'])}, so the weights were left as they are (not finite: "
-        f"{', '.join(wrong)}; gradients of {len(gradients)} parameters, the first of them "
+        f"{said}, so the weights were left as they are (not finite: {', '.join(wrong)}; "
+        f"gradients of {len(gradients)} parameters, the first of them "
         f"{gradients[0] if gradients else 'of another rank'}). A lower optim.learning_rate, a longer "
         "optim.warmup_updates or a tighter clip range usually helps; optim.on_nonfinite: skip goes on without such "
         "updates",

@@ -256,12 +256,11 @@ def update_on(state: State, batch: Batch, update: int) -> None:
         )
     except FloatingPointError as error:  # the forward's log-probabilities are not finite: there is no gradient to skip
         raise NotFiniteError(f"update {update}", str(error), batch) from error
-    if not torch.isfinite(row["grad_norm"]):
+    if "skipped" in row:
         incident = gradient_incident(update, batch, row, gradients)
         if config.optim.on_nonfinite == "stop":
             raise incident
         keep_incident(state, incident)
-        row["skipped"] = True
     state.log.append("update", state.step, update=update, **row)
 
 

@@ -4,6 +4,7 @@ PR² is R3 with another sampler: the policy itself, whose routers choose by the 
 linear map of their input, which is trained to predict how the logits will have moved.
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -78,6 +79,15 @@ class RoutePredictor:
         self._found[0] += float(divergence(now, part.router_predicted[there]))
         self._found[1] += float(divergence(now, old))
         self._tokens += len(now)
+
+    def clip(self) -> Tensor:
+        """Return the norm of the gradient, which is not clipped."""
+        assert self.weights.grad is not None
+        return torch.linalg.vector_norm(self.weights.grad)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the maps, by name."""
+        yield "predictor", self.weights
 
     def step(self, warmup: float, hold: bool) -> dict[str, Any]:
         """Make one optimizer step at `warmup` times the learning rate (with `hold` none); return mean divergences.

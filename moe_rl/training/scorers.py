@@ -5,6 +5,7 @@ values from this pass, or that has a model of its own, adds a `Scorer` to the ru
 module, or the model itself (`Critic`, `RewardModel`).
 """
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -62,6 +63,12 @@ class Learner(Protocol):
 
     def backward(self, part: Batch, watched: Any, totals: Totals) -> None:
         """Add the gradient on a micro-batch `part` of a minibatch with these `totals`."""
+
+    def clip(self) -> Tensor:
+        """Clip the gradient on the minibatch, unless the learner leaves it as it is; return its norm before that."""
+
+    def parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Yield what is trained, by name."""
 
     def step(self, warmup: float, hold: bool) -> dict[str, Any]:
         """Make one optimizer step at `warmup` times the learning rate (with `hold` none); return metrics to log."""

@@ -1,8 +1,9 @@
 """Policy updates: forward, backward and optimizer step on one minibatch under the arm's routing, and their metrics."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 from typing import Any, cast
 
@@ -45,8 +46,8 @@ def update_policy(
     """Make one optimizer step on the minibatch `batch`, and return its metrics.
 
     Returns the row of kind "update", and the names of the parameters whose gradients were not finite. With such a
-    gradient neither the policy nor a learner moves. Each rank takes its share of the rows, in micro-batches of
-    `optim.micro_batch`.
+    gradient, of the policy or of a learner, none of them moves, and the row has `skipped`. Each rank takes its share of
+    the rows, in micro-batches of `optim.micro_batch`.
 
     Args:
         warmup: factor on the learning rate.
@@ -84,22 +85,25 @@ def update_policy(
         found.append(MicroBatch(place, loss, replace(out, router_logits=None), routing, share))
     grad_norm = ranks.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
     load = ranks.gather(torch.stack([part.routing.loads for part in found]).sum(0)[None], ranks.size).sum(0)
-    finite = bool(torch.isfinite(grad_norm))  # if not, the weights are not changed
+    norms = [grad_norm, *(learner.clip() for learner in learners)]
+    finite = all(bool(torch.isfinite(norm)) for norm in norms)  # if not, no weights are changed
     if finite:
         optimizer.step()
         if bias:
             bias.update(load[-1])
-    wrong = [] if finite else _not_finite(policy)
+    trained = chain(policy.named_parameters(), *(learner.parameters() for learner in learners))
+    wrong = [] if finite else _not_finite(trained)
     optimizer.zero_grad()
     row = update_metrics(found, batch, ranks, method, optim) | {"max_vio": load_violation(load[0])["max_vio"].nanmean()}
     for learner in learners:
         row |= learner.step(warmup, hold=not finite)
+    row |= {} if finite else {"skipped": True}
     return {"lr": optim.learning_rate * warmup, "grad_norm": grad_norm, **row}, wrong
 
 
-def _not_finite(policy: nn.Module) -> list[str]:
+def _not_finite(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
     """Return the names of the parameters whose gradient (this rank's shard of it) is not finite."""
-    named = ((name, getattr(p.grad, "_local_tensor", p.grad)) for name, p in policy.named_parameters())
+    named = ((name, getattr(p.grad, "_local_tensor", p.grad)) for name, p in parameters)
     return [name for name, grad in named if grad is not None and not bool(grad.isfinite().all())]
 
 

@@ -29,6 +29,16 @@ def test_output_is_named_after_the_pair_replaced_and_never_someone_elses(
     (output / "notes.txt").write_text("mine")
     assert "holds notes.txt, which this command does not write" in refused(capsys, "drift", *pair, "--prompts", prompts)
     assert (output / "notes.txt").read_text() == "mine"
+    (output / "notes.txt").unlink()
+    partial = output.with_name("old_vs_new.partial")
+    (partial / "cache").mkdir(parents=True)
+    for name in (".lock", ".drift.json.a.tmp", "drift.json"):  # as a killed command leaves it
+        (partial / name).write_text("")
+    (partial / "notes.txt").write_text("mine")
+    error = refused(capsys, "drift", *pair, "--prompts", prompts)
+    assert "old_vs_new.partial is emptied first" in error and "holds notes.txt" in error
+    (partial / "notes.txt").unlink()
+    assert run_drift(DriftOptions(tuple(pair), prompts)) == output and not partial.exists()
     assert short_names(["a/step_1/hf", "a/step_2/hf"]) == ["step_1-hf", "step_2-hf"]
     assert short_names(["runs/x/grpo/seed0"]) == ["grpo-seed0"], "runs/floor/seed0 would pass for a run"
     assert short_names(["x/grpo/seed0/checkpoint", "x/gspo/seed0"]) == ["grpo-seed0-checkpoint", "gspo-seed0"]

@@ -275,3 +275,19 @@ def test_a_time_limit_stops_code_that_catches_exceptions_and_leaves_the_timer_of
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="limits are set by Unix timers")
+@pytest.mark.parametrize(("starts", "outcome"), [(True, pytest.raises(TaskError)), (False, contextlib.nullcontext())])
+def test_a_time_that_is_up_just_as_code_starts_or_ends_is_no_error_of_another_kind(monkeypatch, starts, outcome):
+    before, timer = signal.getsignal(signal.SIGALRM), signal.setitimer
+
+    def just_now(which, seconds, *interval):
+        if bool(seconds) == starts:
+            signal.raise_signal(signal.SIGALRM)
+        return timer(which, seconds, *interval)
+
+    monkeypatch.setattr(signal, "setitimer", just_now)
+    with outcome, user_code(CHAIN, "reward", seconds=60):
+        pass
+    assert signal.getsignal(signal.SIGALRM) == before and timer(signal.ITIMER_REAL, 0) == (0.0, 0.0)

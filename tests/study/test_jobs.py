@@ -306,12 +306,15 @@ def node(folder, monkeypatch):
     return folder / "log"
 
 
-def test_a_run_that_was_killed_leaves_the_signal_in_its_log(node, monkeypatch):
-    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+@pytest.mark.skipif(sys.platform != "linux", reason="has no real-time signals")
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (40, "signal 40")])
+def test_a_run_that_was_killed_leaves_the_signal_in_its_log(node, monkeypatch, number, name):
+    """For most real-time signals Python has no name."""
+    killed = [sys.executable, "-S", "-c", f"import os; os.kill(os.getpid(), {number})"]
     monkeypatch.setattr("moe_rl.study.job.job_command", lambda *_: killed)
     with pytest.raises(subprocess.CalledProcessError):
         run_job(["run"], str(node), None, {})
-    assert last_line(node) == "ended by SIGKILL"
+    assert last_line(node) == f"ended by {name}"
 
 
 def test_a_node_whose_kernels_are_those_that_are_asked_for_is_no_other_rounding(node, monkeypatch):

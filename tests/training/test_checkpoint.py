@@ -100,6 +100,19 @@ def test_of_two_complete_checkpoints_the_newer_is_gone_on_with(tmp_path):
     assert [path.name for path in tmp_path.glob("checkpoint*")] == ["checkpoint"]
 
 
+def test_a_run_is_not_begun_again_because_both_of_its_checkpoints_are_damaged(tmp_path):
+    """Interrupted between the renames, on a disk that then lost files: starting over would remove all rows."""
+    for step, name in ((2, "newer"), (1, "checkpoint.old")):
+        save_checkpoint(small_state(tmp_path, step, float(step)))
+        (tmp_path / "checkpoint").rename(tmp_path / name)
+    (tmp_path / "newer").rename(tmp_path / "checkpoint.new")
+    for path in tmp_path.glob("*/model.safetensors"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint.old/model.safetensors is missing.* Delete .*checkpoint.old"):
+        settle(tmp_path)
+    assert {path.name for path in tmp_path.glob("checkpoint*")} == {"checkpoint.old", "checkpoint.new"}
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at /proc")
 def test_what_a_checkpoint_speaks_of_is_on_the_disk_before_it_is(tmp_path, monkeypatch):
     """Metrics before the manifest that has their checksum; every file of the checkpoint before it gets its name."""

@@ -1,6 +1,7 @@
 """No number that is none passes for a result, and user code that fails says where."""
 
 import json
+import math
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -54,6 +55,24 @@ def test_or_it_is_left_out_and_said_so(state_of, tmp_path, objective):
     kept = [folder.name for folder in (tmp_path / "incidents").iterdir() if (folder / "batch.safetensors").exists()]
     assert len(kept) == 4
     assert [path.parent.name for path in tmp_path.glob("incidents/*/state")] == ["step_000000_update_1"]
+
+
+@pytest.mark.parametrize("then", ["stop", "skip"])
+def test_a_gradient_of_the_value_model_counts_as_one_of_the_policy(state_of, tmp_path, then):
+    optim = replace(MICRO.optim, on_nonfinite=then)
+    state = state_of(replace(MICRO, method=MethodConfig(objective="ppo"), optim=optim, probe=ProbeConfig(0)), tmp_path)
+    modules = [module for module, _ in state.trained.values()]
+    before = [{name: weight.clone() for name, weight in module.state_dict().items()} for module in modules]
+    state.critic.model.head.weight.register_hook(lambda gradient: gradient * math.nan)
+    if then == "stop":
+        with pytest.raises(FloatingPointError, match=r"beside the policy .*value_grad_norm.*first .* value.head.w"):
+            run(state)
+    else:
+        run(state)
+        assert all(r["skipped"] and r["grad_norm"] and r["value_grad_norm"] is None for r in rows(tmp_path, "update"))
+    for module, old in zip(modules, before, strict=True):
+        assert all(torch.equal(weight, old[name]) for name, weight in module.state_dict().items())
+    assert len(list((tmp_path / "incidents").iterdir())) == (1 if then == "stop" else 4)
 
 
 def break_at(state, step, module):
