@@ -292,7 +292,7 @@ def render() -> str:
         "  GSPO's ratio.",
         "- K is the number of experts per token, L that of routing sites, E that of experts of a site; A is an advantage.",
         "- *Live* (or *natural*) means that the routers choose for themselves.",
-        "- Rates are stored as counts. \"over X\" names the count to divide by; over several rows, divide sums by sums.",
+        '- Rates are stored as counts. "over X" names the count to divide by; over several rows, divide sums by sums.',
         "- Change counts never look at the order of slots.",
         "- *Only with* names the setting, or the circumstance, without which the metric is not written.",
         "",
