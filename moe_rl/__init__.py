@@ -10,7 +10,7 @@ The subpackages ("rooms"). Each one uses those above it, never those below it:
 - `moe_rl.integrations`  the same instrument inside TRL, ms-swift and verl
 - `moe_rl.training`    one loop for all methods: collect, score, update, probe
 - `moe_rl.study`       many runs -> statistics, figures, a report
-- `moe_rl.drift`       two checkpoints -> tables, figures, a page
+- `moe_rl.drift`       two or n checkpoints -> tables, figures, a page
 
 The first three subpackages are the instrument and need only torch, transformers, numpy, safetensors and jaxtyping; the
 others are the laboratory, which `pip install '.[lab]'` in the checkout installs.

@@ -128,7 +128,8 @@ def first_page(command: str, word: str, file: Path | None) -> str:
     parts += [
         _rows("options:", STUDY_OPTIONS if command == "study" else RUN_OPTIONS),
         _rows(f"configuration ({arms}):", CONFIGURATION),
-        f"Every field that the configuration has is an option: `moe-rl {command} {word} --help-all` lists them.",
+        f"`moe-rl {command} {word} --help-all` lists all options: every field of the configuration is one, but for\n"
+        "task.options, rollout.engine.options and model.lora where the study file leaves them out.",
     ]
     return "\n\n".join(parts)
 

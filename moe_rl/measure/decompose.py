@@ -18,8 +18,8 @@ neither change goes first. In an *ordering* one goes first, and the two ordering
 Their mean, the Shapley value, gives half of the interaction to each: `routing + interaction / 2` and
 `weight + interaction / 2`.
 
-No publication on RL has this decomposition (the question is from our literature list); R2 and R3 (arXiv 2507.18071
-section 5.3, arXiv 2510.11370) remove the routing part without measuring it.
+No publication on RL has this decomposition; R2 and R3 (arXiv 2507.18071 section 5.3, arXiv 2510.11370) remove the
+routing part without measuring it.
 
 Exactness. A row of routes whose *set* of experts did not change keeps the slot order of the model that is run. A token
 without a changed route in its context therefore gets no routing part and no interaction from another summation order.

@@ -21,13 +21,18 @@ Generated from `moe_rl/objectives/presets.py` by
 Do not edit; a test compares this page with the presets.
 
 Every method is `loss = -Agg[ c G(r; A) ] + beta Agg[ KL ]` with ratio r, gate G, advantage A, engine
-correction c and aggregation Agg; `Objective` in `moe_rl/objectives/objective.py` defines the values of each
-column. Range: the bounds of the clip (`clip`, `mask`, `geometric`) or of the weight (`cap`); for `sigmoid`
-the temperatures for A > 0 and A <= 0; for `gamma` the weight; for the gates of a divergence its bounds, p and q
-the token's current and old probability, and the ceiling of the ratio. Needs: arguments of `policy_loss` that the
-method cannot do without. Anchor: the denominator of the ratio, the training engine's old policy or the rollout
-engine's. Correction: the weight's kind, bounds and numerator, the old policy or the current one. Route weight: where
-the weight of RSPO's router shift enters. DPO learns from pairs and is in `moe_rl/objectives/preferences.py`.
+correction c and aggregation Agg. DPO learns from pairs and is in `moe_rl/objectives/preferences.py`. `Objective` in
+`moe_rl/objectives/objective.py` defines the values of each column of the table:
+
+- **Gate**: what is made of ratio and advantage ([formulas](#gates)).
+- **Range**: the bounds of the clip (`clip`, `mask`, `geometric`) or of the weight (`cap`). For `sigmoid` it has the
+  temperatures for A > 0 and A <= 0; for `gamma` the weight; for the gates of a divergence its bounds, with p and q the
+  token's current and old probability, and the ceiling of the ratio.
+- **Anchor**: the denominator of the ratio, the training engine's old policy or the rollout engine's.
+- **Correction**: kind and bounds of the weight that corrects for the rollout engine, and its numerator: the old policy
+  or the current one.
+- **Route weight**: where the weight of RSPO's router shift enters.
+- **Needs**: arguments of `policy_loss` that the method cannot do without.
 
 Each goes with each kind of replay (`method.replay`): `none`; `R2`, the routes of the training engine's old policy; `R3`
 (arXiv:2510.11370), those of the rollout engine; `PR2` (PR², arXiv:2606.00395), predicted ones, as

@@ -1,5 +1,5 @@
-"""Recording and replay of the experts that MoE routers choose, and measures of how these choices change. Needs torch
-and transformers only."""
+"""Recording and replay of the experts that MoE routers choose, and measures of how these choices change. Needs
+torch, transformers, numpy, safetensors and jaxtyping only."""
 
 from moe_rl.routing.attach import Attachment, attach
 from moe_rl.routing.calls import Recording
