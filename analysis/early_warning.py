@@ -64,6 +64,8 @@ def main() -> None:
     options = parser.parse_args()
     if not 0 < options.level < 1:
         parser.error(f"--level {options.level:g}: expected a share between 0 and 1, e.g. 0.95")
+    if options.resamples < 1:
+        parser.error(f"--resamples {options.resamples}: expected at least 1; the intervals come from them")
     try:
         studies = [signals_of(folder, options.steps, options.rounding) for folder in options.folders]
         table = early_warning(studies, options.resamples, options.level)

@@ -108,7 +108,8 @@ def parse(options: Any, arguments: list[str], program: str, default: Any = None)
             fail(f"{program}: {argument.partition('=')[0]}: {field} is set in a study file; then it has options", 2)
         if name.startswith("--") and name not in (*known, "--help", "--help-all", "--"):
             fail(f"{program}: unknown option {argument.partition('=')[0]}{_option_hint(name, known)}", 2)
-    listed = next((b for a, b in itertools.pairwise(arguments) if a == "--seeds" and "," in b), None)
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    listed = next((b for a, b in itertools.pairwise(words) if a == "--seeds" and "," in b), None)
     if listed is not None:
         fail(f"{program}: --seeds {listed}: seeds are separated by spaces, e.g. --seeds {listed.replace(',', ' ')}", 2)
     arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]

@@ -125,8 +125,9 @@ def study_verb(arguments: list[str]) -> None:
         """Let the study file run code that is no part of moe_rl, and send data to machines that it names."""
 
     options = parse(Options, given.options, f"moe-rl study {given.word or 'NAME|FILE'}", Options(base=study.base))
-    if not options.seeds or not options.arms:
-        fail(f"{'--arms' if options.seeds else '--seeds'}: at least one is needed", 2)
+    for name in ("seeds", "arms", "rounding"):
+        if not getattr(options, name):
+            fail(f"--{name}: at least one is needed", 2)
     check_seeds("--seeds", options.seeds)
     for arm in options.arms:
         if arm not in study.arms:

@@ -102,6 +102,11 @@ def test_the_first_page_has_the_arms_and_the_options_that_people_use(study, caps
     assert re.search(r"usage: moe-rl drift .* OLD NEW \[\.\.\.\]\n", refused(capsys, "drift", "--help", status=0))
 
 
+def test_the_first_page_names_the_dose_of_an_arm_without_a_label(study, capsys):
+    (study / "bare.yaml").write_text("arms: {noisy: {method: {noise: 0.1}}}")
+    assert re.search(r"  noisy +selection noise 0\.1\n", refused(capsys, "study", "bare.yaml", "--help", status=0))
+
+
 def test_the_help_is_readable_in_a_narrow_window(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "20")
     assert "--launcher slurm" in refused(capsys, "study", "--help", status=0)
@@ -286,11 +291,13 @@ def test_a_vllm_that_another_machine_lends_serves_one_run_at_a_time(study, monke
         ),
         (["study", "micro.yaml", "--seeds"], "--seeds: at least one is needed"),
         (["study", "micro.yaml", "--arms"], "--arms: at least one is needed"),
+        (["study", "micro.yaml", "--rounding"], "--rounding: at least one is needed"),
         (
             ["study", "micro.yaml", "--method.objective", "gspo"],
             "error: the study with the options of this command: arms.gspo: the same configuration as arm 'grpo'",
         ),
         (["study", "micro.yaml", "--seeds", "0,1"], "seeds are separated by spaces, e.g. --seeds 0 1"),
+        (["study", "micro.yaml", "--seeds=0,1"], "seeds are separated by spaces, e.g. --seeds 0 1"),
         (["study", "micro.yaml", "--seeds", "0", "0"], "--seeds[1]: seed 0 is given twice"),
         (["study", "micro.yaml", "--seeds", "-1"], "--seeds[0]: expected a whole number of at least 0"),
         (["study", "QUICK"], "no study of that name comes with moe_rl; did you mean 'quick'"),

@@ -171,12 +171,15 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
     given = data.get("seeds", (0, 1, 2))
     if not isinstance(given, list | tuple) or not given:
         raise ConfigError(f"seeds: expected a list of at least one whole number, got {given!r}")
-    study = build(StudyConfig, {**data, "arms": parsed, "seeds": given, "question": data.get("question", "")}, "")
+    given = {"seeds": given, "question": data.get("question", ""), "comparisons": _named(data.get("comparisons"))}
+    study = build(StudyConfig, {**data, "arms": parsed, **given}, "")
     _check_name("name: a study's name", study.name)
     if study.base.seed != RunConfig().seed:
         raise ConfigError(f"base.seed: {study.base.seed} would change nothing; the seeds of a study are a list, seeds")
     check_seeds("seeds", study.seeds)
     for name, arm in study.arms.items():
+        if arm.seeds is not None and not arm.seeds:
+            raise ConfigError(f"arms.{name}.seeds: expected a list of at least one whole number, got []")
         check_seeds(f"arms.{name}.seeds", arm.seeds or ())
     resolved: dict[str, str] = {}
     called: dict[tuple[str, float], str] = {}
@@ -209,6 +212,13 @@ def check_seeds(where: str, seeds: Sequence[int]) -> None:
             raise ConfigError(refusal)
         if seed in seeds[:i]:
             raise ConfigError(f"{where}[{i}]: seed {seed} is given twice; an arm runs once with each seed")
+
+
+def _named(pairs: Any) -> Any:
+    """Return comparisons with text in place of numbers, as which YAML reads an unquoted name like 0.1, of arms too."""
+    if isinstance(pairs, list):
+        return [_named(part) for part in pairs]
+    return str(pairs) if isinstance(pairs, int | float) and not isinstance(pairs, bool) else pairs
 
 
 def _check_comparisons(study: StudyConfig, merged: bool) -> None:

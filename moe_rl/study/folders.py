@@ -145,18 +145,8 @@ def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -
     """Load the run of a folder; its metrics are added to `rows` by kind, marked with the run's number."""
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
     environment = read_json(folder / "env.json") if (folder / "env.json").exists() else {}
-    place = run_place(folder)
-    named = seed_of(place)
-    arm = config["arm"] if isinstance(config.get("arm"), str) else place.parent.name
-    seed = config.get("seed")
-    seed = named or 0 if seed is None else seed
-    if type(seed) is not int:
-        raise StudyDataError(f"{folder / 'config.yaml'}: seed: expected a whole number, got {seed!r:.40}")
-    if named not in (None, seed):
-        raise StudyDataError(
-            f"{folder} holds a run of seed {seed} (config.yaml): a copy of a run is no other seed. Name the folder "
-            f"seed{seed}, or move it away"
-        )
+    arm = config["arm"] if isinstance(config.get("arm"), str) else run_place(folder).parent.name
+    seed = run_seed(folder, config)
     notes: list[str] = []
     lost = what_is_lost(folder)
     if lost:
@@ -169,6 +159,24 @@ def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -
     else:
         notes.append("no metrics.jsonl yet")
     return Run(str(arm), seed, folder, (folder / NAME).exists(), config, environment, tuple(notes))
+
+
+def run_seed(folder: Path, config: dict[str, Any]) -> int:
+    """Return the seed of the run in a folder, by its `config.yaml` or, without one there, by the folder's name.
+
+    Raises StudyDataError: the seed in `config.yaml` is no whole number, or the folder is named after another seed.
+    """
+    named = seed_of(run_place(folder))
+    seed = config.get("seed")
+    seed = named or 0 if seed is None else seed
+    if type(seed) is not int:
+        raise StudyDataError(f"{folder / 'config.yaml'}: seed: expected a whole number, got {seed!r:.40}")
+    if named not in (None, seed):
+        raise StudyDataError(
+            f"{folder} holds a run of seed {seed} (config.yaml): a copy of a run is no other seed. Name the folder "
+            f"seed{seed}, or move it away"
+        )
+    return seed
 
 
 _RUN = "\0run"  # key of the run's number in a row: no metric has such a name
@@ -282,7 +290,7 @@ def read_parquet(path: Path) -> "pyarrow.Table":
     try:
         return read_table(path)
     except DamagedTableError as error:
-        raise StudyDataError(f"{error}. Delete it to go on without it, or restore it from a copy.") from error
+        raise StudyDataError(f"{error}. {remedy(path.parents[1])}") from error
 
 
 def stacked(tables: "list[pyarrow.Table]") -> pd.DataFrame:

@@ -175,7 +175,8 @@ def _words(data: Mapping[str, Any], name: str, path: Path) -> tuple[str, ...]:
 def _label(arm: Any) -> str:
     """Return the label of an arm, with the dose of selection noise unless the label names noise."""
     label, noise = str(at(arm, "label") or ""), at(arm, "method", "noise")
-    return f"{label}, selection noise {noise}" if noise and "noise" not in label else label
+    dose = f"selection noise {noise}" if noise and "noise" not in label else ""
+    return ", ".join(filter(None, (label, dose)))
 
 
 def _foreign(part: Any) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from moe_rl.done import remedy, what_is_lost
 from moe_rl.study.alarms import Alarm, RunAlarms, alarms_of
 from moe_rl.study.data import Run, StudyDataError
-from moe_rl.study.folders import read_lines, read_yaml
+from moe_rl.study.folders import read_lines, read_yaml, run_seed
 from moe_rl.study.live import LiveStudies
 
 
@@ -57,7 +57,9 @@ def _read(run: Run, table: tuple[Alarm, ...]) -> tuple[RunAlarms, int, list[str]
         for row in read_lines(path, notes, wrong) if path.exists() else ():
             alarms.take(row)
             rows += 1
-        alarms.own = replace(run, config=read_yaml(config) if config.exists() else {}).responses == "policy"
+        settings = read_yaml(config) if config.exists() else {}
+        alarms.own = replace(run, config=settings).responses == "policy"
+        run_seed(run.folder, settings)
         if lost := what_is_lost(run.folder):
             raise StudyDataError(f"{lost}. {remedy(run.folder)}")
     except StudyDataError as error:

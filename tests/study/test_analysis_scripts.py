@@ -149,6 +149,7 @@ def test_routing_variances_are_of_each_arms_own_last_update():
             "lag: named twice; of each seed the mean over other arms",
         ),
         ("routing_noise", ["gspo", "grpo", "--seeds", "900", "901"], "has no probe of these --seeds and --steps"),
+        ("early_warning", ["docs/results/lag", "--resamples", "0"], "--resamples 0: expected at least 1"),
         ("early_warning", ["docs/results/lag", "--level", "95"], "--level 95: expected a share between 0 and 1"),
     ],
 )

@@ -161,6 +161,7 @@ def test_yaml_writes_small_numbers_as_text_and_we_read_them_as_numbers():
         (changed(seeds=[0, -1]), r"seeds\[1\]: expected a whole number of at least 0 .*got -1"),
         (changed(seeds=[0, 1, 0]), r"seeds\[2\]: seed 0 is given twice; an arm runs once with each seed"),
         (changed(arms={"a": {"seeds": [1, 1]}}), r"arms.a.seeds\[1\]: seed 1 is given twice"),
+        (changed(arms={"a": {"seeds": []}}), r"arms.a.seeds: expected a list of at least one whole number, got \[\]"),
         (changed(base={"seed": 3}), "base.seed: 3 would change nothing; the seeds of a study are a list, seeds"),
         (changed(arms={"a": {"seed": 3}}), "arms.a.seed: would change nothing; the seeds of an arm are a list"),
         (changed(arms={"a": {"seeds": [2**64]}}), r"arms.a.seeds\[0\]: expected a whole number"),
@@ -234,6 +235,8 @@ def test_comparisons_are_declared_with_the_study(tmp_path):
     copy.write_text(dump_study(study))
     assert load_study(copy) == study
     assert parse_study(STUDY).comparisons is None and parse_study(STUDY).interest == 0.05
+    numbers = changed(arms={1: {}, 0.5: {"method": {"noise": 0.5}}}, comparisons=[[0.5, 1]])  # unquoted names in YAML
+    assert parse_study(numbers).comparisons == (("0.5", "1"),)
     assert parse_study(changed(comparisons=[])).comparisons == ()  # nothing is compared, by choice
 
 

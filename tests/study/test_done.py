@@ -65,6 +65,16 @@ def test_what_is_missing_is_named_by_every_reader(run, name, damage):
     assert state["state"] == "failed" and name in state["problem"]
 
 
+def test_a_damaged_table_of_the_same_size_cannot_be_done_without_either(run):
+    path = run / "tokens" / "step_000001.parquet"
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + bytes(40) + content[44:])
+    with pytest.raises(
+        StudyDataError, match=r"(?s)step_000001\.parquet.*Without it the run is not what it was\. Restore"
+    ):
+        _ = load(run.parents[1]).tokens
+
+
 @pytest.mark.parametrize(("name", "damage"), [("state.json", flip), ("model.safetensors", cut)])
 def test_a_lost_checkpoint_is_missed_by_who_resumes_and_not_by_who_draws(run, name, damage):
     damage(run / "checkpoint" / name)

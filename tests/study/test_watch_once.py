@@ -117,3 +117,14 @@ def test_options_of_the_server_do_not_go_with_it(metrics, capsys, option):
     with pytest.raises(SystemExit) as end:
         main(["watch", str(metrics.parents[2]), "--once", *option])
     assert end.value.code == 2 and "--once serves nothing; leave --port and --open out" in capsys.readouterr().err
+
+
+def test_a_run_in_the_folder_of_another_seed_is_an_error_as_for_the_report(metrics, capsys):
+    copy = metrics.parent.rename(metrics.parent.with_name("seed7"))
+    (copy / "config.yaml").write_text("seed: 0\n")
+    for folder in (copy, copy.parents[1]):
+        assert print_alarms(folder) == 1
+        said = f"{copy} holds a run of seed 0 (config.yaml): a copy of a run is no other seed. Name the folder seed0"
+        assert said in capsys.readouterr().out
+        with pytest.raises(StudyDataError, match="a copy of a run is no other seed"):
+            load(folder)
