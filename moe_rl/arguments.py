@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import itertools
 import re
 import sys
@@ -120,7 +121,8 @@ def parse(options: Any, arguments: list[str], program: str, default: Any = None)
 
 def _option_hint(name: str, known: list[str]) -> str:
     """Return a hint at what an unknown option may stand for: the options of the section of that name, the fields of
-    that name (only those that most people set, if there are any), or the nearest option."""
+    that name (only those that most people set, if there are any), the nearest option of its section, or all of its
+    section."""
     from moe_rl.usage import CONFIGURATION
 
     fields = [option for option in known if option.startswith(f"{name}.")]
@@ -131,7 +133,14 @@ def _option_hint(name: str, known: list[str]) -> str:
         )
     named = [option for option in known if option.endswith(f".{name.removeprefix('--')}")]
     named = [option for option in named if option in {words.split()[0] for words in CONFIGURATION}] or named
-    return f"; did you mean {' or '.join(named)}?" if named else nearest(name, known, listed=False)
+    if named:
+        return f"; did you mean {' or '.join(named)}?"
+    section, _, last = name.rpartition(".")
+    inside = {option.rpartition(".")[2]: option for option in known if section and option.rpartition(".")[0] == section}
+    if not inside:
+        return nearest(name, known, listed=False)
+    close = difflib.get_close_matches(last, inside, n=1)  # of the last words: what stands before them is the same
+    return f"; did you mean {inside[close[0]]!r}?" if close else f"; known: {', '.join(inside.values())}"
 
 
 def option_names(options: Any, prefix: str = "", listed: bool = True) -> list[str]:

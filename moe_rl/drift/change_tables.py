@@ -66,16 +66,8 @@ SITE_COLUMNS = "site", "tokens", "tokens_changed", "slots", "slots_changed"
 
 def site_table(counts: ChangeCounts, **labels: str) -> pd.DataFrame:
     """Return a table of one row per routing site, its changes and their denominators, behind the columns `labels`."""
-    return pd.DataFrame(
-        {
-            **labels,
-            "site": counts.sites,
-            "tokens": counts.per_site_total.numpy(),
-            "tokens_changed": counts.per_site_changed.numpy(),
-            "slots": counts.per_site_slots_total.numpy(),
-            "slots_changed": counts.per_site_slots_changed.numpy(),
-        }
-    )
+    table = counts.to_frame()[list(SITE_COLUMNS)]
+    return table.assign(**labels)[[*labels, *SITE_COLUMNS]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,7 +64,8 @@ def _lines(path: Path, plain: bool) -> Iterator[tuple[int, Any]]:
                 text = line.decode("utf-8-sig")
                 row = {"text": text.rstrip("\r\n")} if plain else parse_json(text)
             except ValueError as error:  # json's and unicode's errors are ValueErrors
-                what, wanted = ("UTF-8 text", "one text per line") if plain else ("JSON", FORMS)
+                lines = f"one object per line, {FORMS}; plain texts, one per line, belong in a .txt"
+                what, wanted = ("UTF-8 text", "one text per line") if plain else ("JSON", lines)
                 raise DriftError(f"{path} line {number} is not {what} ({error}); expected {wanted}") from error
             yield number, row
 

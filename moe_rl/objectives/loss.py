@@ -4,7 +4,7 @@ The module also has `Terms` (checked inputs, ratios, correction weights), which 
 `loss_metrics`, the metrics of a minibatch's tokens.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -44,7 +44,7 @@ class LossOutput:
     """
 
     loss: Float[Tensor, ""]
-    tokens: TokenValues
+    tokens: TokenValues = field(repr=False)  # pages of numbers in a notebook
 
     @property
     def log_ratio(self) -> Float[Tensor, "B T"]:

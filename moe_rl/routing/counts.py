@@ -2,7 +2,7 @@
 site and token change, and says what may be compared."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.packing import compact, differing_rows, rows_at_once, token_mask
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.sites import within
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Routes = RoutedExperts | Tensor
 
@@ -39,7 +42,7 @@ class ChangeCounts:
     def __repr__(self) -> str:
         counts = ", ".join(f"{changed} of {total} {level}s" for level, (changed, total) in self.levels().items())
         lack = f"; {self.incomplete_tokens} incomplete tokens" if self.incomplete_tokens else ""
-        return f"ChangeCounts({counts} changed{lack}; pair {self.pair!r}; shares: .rates())"
+        return f"ChangeCounts({counts} changed{lack}; pair {self.pair!r}; shares: .rates(), .to_frame())"
 
     @property
     def deviation(self) -> Int[Tensor, " K_plus_1"]:
@@ -130,6 +133,31 @@ class ChangeCounts:
             "jaccard": quotient(overlap, self.sites_total),
             "overdispersion": self.overdispersion,
         }
+
+    def to_frame(self) -> "pd.DataFrame":
+        """Return a table of one row per site, in the order of the model.
+
+        Columns: `site` (its name; its number where names are not known), `tokens` (compared), `tokens_changed` (whose
+        set differs), `slots`, `slots_changed`, and the shares `site_change` and `slot_change` (NaN without a token).
+
+        >>> from moe_rl.routing import change_counts
+        >>> old, new = torch.tensor([[[3, 0], [1, 2]]]), torch.tensor([[[3, 2], [2, 1]]])  # one token, two sites
+        >>> change_counts(old, new).to_frame()["slot_change"].tolist()
+        [0.5, 0.0]
+        """
+        import pandas as pd
+
+        table = pd.DataFrame(
+            {
+                "site": list(self.sites or range(len(self.site_deviation))),
+                "tokens": self.per_site_total.numpy(),
+                "tokens_changed": self.per_site_changed.numpy(),
+                "slots": self.per_site_slots_total.numpy(),
+                "slots_changed": self.per_site_slots_changed.numpy(),
+            }
+        )
+        shares = {"site_change": table.tokens_changed / table.tokens, "slot_change": table.slots_changed / table.slots}
+        return table.assign(**shares)
 
     def __radd__(self, nothing: int) -> "ChangeCounts":
         """Return self for 0, with which `sum` begins, so that `sum` of counts works."""

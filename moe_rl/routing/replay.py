@@ -27,8 +27,9 @@ class Replay(Listener):
     than those of the routes are an error, too (at once; under torch.compile as above).
 
     `.replayed_rows`: (token, site) rows of all finished forwards whose experts were those of the routes, at least in
-        the slots that are forced. `.live_rows`: all other rows. Rows of fixed sites (hash routing) are in neither.
-        `.replayed_fraction` is the share of replayed rows.
+        the slots that are forced. `.live_rows`: all other rows, those without a route too (the last token of
+        `generate`, padding after `realign`). Rows of fixed sites (hash routing) are in neither. `.replayed_fraction` is
+        the share of replayed rows.
     """
 
     def __init__(

@@ -91,7 +91,10 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
     }
     if site.fixed or _by_max(site.module):
         if seen.ranked or not integers:
-            raise refused(tap, index, "stands where a router stands, but its selection is not understood")
+            why = "stands where a router stands, but its selection is not understood"
+            if site.fixed:
+                why += ". Was a module put around the router or in its place? Keep it; change its weight or its forward"
+            raise refused(tap, index, why)
         place, ids = next((p, v) for p, v in integers.items())
         k = ids.numel() // rows
         experts = int(getattr(site.module, "num_experts", 0)) or int(ids.max()) + 1

@@ -57,7 +57,8 @@ def rates(rows: pd.DataFrame, level: str, by: str | Sequence[str], table: str = 
     known = [str(name) for name in rows if rows[name].map(_is_key).all()]
     for name in keys:
         if name not in known:
-            raise StudyDataError(f"rates: cannot group by {name!r}{nearest(name, [*known, 'routing_site'])}")
+            hint = "; did you mean 'routing_site'?" if name == "site" else nearest(name, [*known, "routing_site"])
+            raise StudyDataError(f"rates: cannot group by {name!r}{hint}")
     rows = counted(rows, changed, total)
     if keys:
         sums = rows.groupby(keys, sort=False, observed=True)[[changed, total]].sum().reset_index()

@@ -267,7 +267,7 @@ def test_a_folder_of_nothing_but_a_tokenizer_serves_and_padding_that_the_model_d
     [
         ("", "holds no examples"),
         ("\n\n", "holds no examples"),
-        ('{"text": "ab"}\nplain text\n', "line 2 is not JSON"),
+        ('{"text": "ab"}\nplain text\n', "line 2 is not JSON.* plain texts, one per line, belong in a .txt"),
         ('{"text": "ab"}\n\n["ab"]\n', "line 3: a JSON list instead of an object"),
         ('{"question": "ab"}\n', r"line 1: none of the keys text, prompt and messages \('question'\)"),
         ('{"prompt": "ab", "completion": 3}\n', "line 1: completion is a int"),

@@ -22,6 +22,7 @@ def test_metrics_golden():
     assert m["extreme_tokens"] == 0
     torch.testing.assert_close(out.sequence_log_ratio, double([math.log(0.75) / 2, math.log(0.5)]))
     assert not any(value.requires_grad for value in out.metrics.values())
+    assert repr(out).startswith("LossOutput(loss=") and "log_ratio" not in repr(out)  # no pages of numbers in a cell
     assert not (out.log_ratio.requires_grad or out.sequence_log_ratio.requires_grad)
 
 

@@ -6,6 +6,7 @@ import jaxtyping
 import pytest
 import torch
 from routing_helpers import disturbed, hooked, moe, routes_of, tokens
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_rl.routing import (
@@ -42,8 +43,16 @@ def test_counts_show_all_three_kinds_of_change_with_what_they_are_shares_of() ->
     counts = change_counts(old, new)
     assert repr(counts) == (
         f"ChangeCounts({counts.slots_changed} of 84 slots, {counts.sites_changed} of 42 sites, {counts.tokens_changed} "
-        "of 14 tokens changed; pair 'policies'; shares: .rates())"
+        "of 14 tokens changed; pair 'policies'; shares: .rates(), .to_frame())"
     )
+    table = counts.to_frame()
+    assert table.site.tolist() == list(old.sites)
+    assert (table.slots_changed.sum(), table.slots.sum()) == (counts.slots_changed, counts.slots_total)
+    assert (table.tokens_changed.sum(), table.tokens.sum()) == (counts.sites_changed, counts.sites_total)
+    assert table.slot_change.mean() == pytest.approx(counts.rates()["slot_change"])
+    assert table.site_change.mean() == pytest.approx(counts.rates()["site_change"])
+    nameless = change_counts(old.ids, new.ids, torch.zeros(2, 7)).to_frame()
+    assert nameless.site.tolist() == [0, 1, 2] and nameless.tokens.sum() == 0 and nameless.slot_change.isna().all()
     part = old.ids.clone()
     part[0, 0, 0] = -1
     assert "changed; 1 incomplete tokens; pair" in repr(change_counts(old.with_ids(part), new))
@@ -94,3 +103,19 @@ def test_an_interrupt_while_a_context_opens_or_closes_leaves_a_model_that_record
     assert hooked(model)
     assert routes_of(model, inputs).equal(before)
     assert not hooked(model)
+
+
+def test_a_module_around_a_router_is_answered_with_what_to_change_instead() -> None:
+    class Adapted(nn.Module):
+        def __init__(self, router: nn.Module) -> None:
+            super().__init__()
+            self.router = router
+
+        def forward(self, hidden: torch.Tensor) -> Any:
+            return self.router(hidden)
+
+    model = moe()
+    block: Any = model.model.layers[0].mlp
+    block.gate = Adapted(block.gate)
+    with pytest.raises(UnsupportedModelError, match=r"mlp\.gate.*Keep it; change its weight or its forward"):
+        record_routes(model).__enter__()

@@ -303,6 +303,7 @@ def test_rates_are_sums_over_sums(folder):
     [
         (lambda d: d.rates("slots"), "no level 'slots'; did you mean 'slot'"),
         (lambda d: d.rates("slot", by=["arms"]), "cannot group by 'arms'; did you mean 'arm'"),
+        (lambda d: d.rates("slot", by=["site"]), "cannot group by 'site'; did you mean 'routing_site'"),
         (lambda d: d.rates("slot", by=["site_slots"]), "cannot group by 'site_slots'"),
         (lambda d: d.rates("slot", by=["arm"], table="floors"), "the floors of this study have no slots_changed"),
         (lambda d: d.rates("token", by=["routing_site"]), "by routing site only slots"),

@@ -215,10 +215,21 @@ def test_figures_are_the_same_bytes_each_time(one_seed):
     assert b"<dc:date>" not in first.render("svg")
 
 
+def test_a_figure_that_was_changed_is_drawn_anew_and_laid_out_anew(one_seed):
+    drawn = reward(one_seed)
+    axes, before = drawn.figure.axes[0], drawn.render("png")
+    left = axes.get_position().x0
+    axes.set_ylabel("reward\nin four\nlines\nof text")
+    assert drawn.render("png") != before
+    assert axes.get_position().x0 > left + 0.01
+    assert drawn.render("png") is drawn.render("png")
+
+
 def test_text_of_a_figure_is_one_line(one_seed):
     drawn = reward(one_seed)
     rows = len(drawn.frame)
-    assert repr(drawn) == f"StudyFigure(reward: Reward against RL step. .figure, .caption, .frame of {rows} rows)"
+    parts = f".figure, .caption, .frame of {rows} rows, .save(folder)"
+    assert repr(drawn) == f"StudyFigure(reward: Reward against RL step. {parts})"
     assert repr(reward) == "Registered(name='reward', title='Reward against RL step.')"
 
 

@@ -26,7 +26,8 @@ DIGITS = "%.8g"  # format of the numbers in a figure's tables
 
 @dataclass(frozen=True)
 class StudyFigure:
-    """A drawn figure with its table (`frame`), title and caption.
+    """A drawn figure with its table (`frame`), title and caption. `figure` is matplotlib's: it may be changed,
+    shown again and saved.
 
     The caption is the figure's `own` sentences and then those of `notes`, which several figures share: a page of many
     figures prints the notes once. `tables` are further tables of the same figure, by name."""
@@ -46,8 +47,10 @@ class StudyFigure:
 
     def render(self, kind: str) -> bytes:
         """Return the picture as `pdf`, `svg` or `png`; the same data give the same bytes. The picture is drawn once for
-        each kind."""
+        each kind, and anew where `figure` was changed since."""
         kept: dict[str, bytes] = vars(self).setdefault("_rendered", {})
+        if self.figure.stale:
+            kept.clear()
         if kind in kept:
             return kept[kind]
         buffer = io.BytesIO()
@@ -55,15 +58,24 @@ class StudyFigure:
         # the layout is computed once, not for each format; and a figure with a layout engine, even one that does
         # nothing, is drawn twice when it is saved
         with house_style({"figure.constrained_layout.use": False}):
-            if self.figure.get_layout_engine() is not None:
+            layout = self.figure.get_layout_engine() or vars(self).get("_layout")
+            if layout is not None and not kept:
+                vars(self)["_layout"] = layout
+                self.figure.set_layout_engine(layout)
                 self.figure.draw_without_rendering()
                 self.figure.set_layout_engine(None)
             self.figure.savefig(buffer, format=kind, metadata=no_dates)
+        self.figure.stale = False  # saving changes the resolution and sets it back
         kept[kind] = _number_clips(buffer.getvalue()) if kind == "svg" else buffer.getvalue()
         return kept[kind]
 
     def __repr__(self) -> str:
-        return f"StudyFigure({self.name}: {self.title} .figure, .caption, .frame of {len(self.frame)} rows)"
+        rows = len(self.frame)
+        return f"StudyFigure({self.name}: {self.title} .figure, .caption, .frame of {rows} rows, .save(folder))"
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write picture, table and caption into a folder, as `save_figure` does; return the files written."""
+        return save_figure(self, folder)
 
     def _repr_html_(self) -> str:
         """Return the picture with its caption as HTML, for notebooks."""
