@@ -35,6 +35,7 @@ CLAIMS: dict[str, dict[str, Declared]] = {
         "GRPO + R2 − GRPO, 16 updates a batch*": ("updates_per_batch", "replay_n16", "grpo_n16"),
         "GRPO + R2 − GRPO, 16 updates a batch, thirty seeds*": ("replay_n16", "replay", "grpo"),
         "GRPO + R2 − GRPO, 64 updates a batch*": ("updates_per_batch", "replay_n64", "grpo_n64"),
+        "GRPO + R2 − GRPO, 64 updates, fp8 engine*": ("updates_per_batch_engine", "r2_n64", "grpo_n64"),
         "GRPO + R2 − GRPO, waited two steps": ("lag", "replay_lag2", "grpo_lag2"),
         "No clip − GRPO, 64 updates a batch*": ("updates_per_batch", "unclipped_n64", "grpo_n64"),
     },
@@ -44,6 +45,7 @@ CLAIMS: dict[str, dict[str, Declared]] = {
     },
     "R3 is needed where engines differ": {
         "GRPO + R3 − GRPO, bf16 engine": ("engine_mismatch", "grpo_r3", "grpo_rollout"),
+        "GRPO + R3 − GRPO, 64 updates, fp8 engine*": ("updates_per_batch_engine", "r3_n64", "grpo_n64"),
         "GSPO + R3 − GSPO, bf16 engine": ("engine_mismatch", "gspo_r3", "gspo_rollout"),
         "GRPO + R3 − GRPO, int4 engine": ("dppo_mismatch", "grpo_r3_int4", "grpo_int4"),
     },
