@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import itertools
 import re
 import sys
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from moe_rl.names import nearest
+from moe_rl.names import closest, nearest
 
 WHOLE = ("base", "config")
 """Fields of an options dataclass that hold a whole configuration, whose own fields become options without a prefix."""
@@ -139,8 +138,8 @@ def _option_hint(name: str, known: list[str]) -> str:
     inside = {option.rpartition(".")[2]: option for option in known if section and option.rpartition(".")[0] == section}
     if not inside:
         return nearest(name, known, listed=False)
-    close = difflib.get_close_matches(last, inside, n=1)  # of the last words: what stands before them is the same
-    return f"; did you mean {inside[close[0]]!r}?" if close else f"; known: {', '.join(inside.values())}"
+    close = closest(last, inside)  # of the last words: what stands before them is the same
+    return f"; known: {', '.join(inside.values())}" if close is None else f"; did you mean {inside[close]!r}?"
 
 
 def option_names(options: Any, prefix: str = "", listed: bool = True) -> list[str]:

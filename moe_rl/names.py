@@ -52,6 +52,19 @@ def run_place(folder: Path) -> Path:
     return folder.resolve() if seed_of(named) is None else named
 
 
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most like `word`, or that has these initials; None if there is none. Upper and
+    lower case are alike.
+
+    >>> closest("GRPO", ["grpo", "gspo"]), closest("lr", ["steps", "learning_rate"]), closest("x", ["steps"])
+    ('grpo', 'learning_rate', None)
+    """
+    names, word = {name.casefold(): name for name in known}, word.casefold()
+    found = difflib.get_close_matches(word, names, n=1)
+    found += [name for name in names if len(word) > 1 and "".join(re.findall(r"\b[a-z]|(?<=_)[a-z]", name)) == word]
+    return names[found[0]] if found else None
+
+
 def nearest(word: str, known: Iterable[str], listed: bool = True) -> str:
     """Return a hint at the nearest known word or, if no word is near, at all known words if `listed`.
 
@@ -59,9 +72,9 @@ def nearest(word: str, known: Iterable[str], listed: bool = True) -> str:
     "; did you mean 'grpo'?"
     """
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    close = closest(word, known)
+    if close is not None:
+        return f"; did you mean {close!r}?"
     return f"; known: {', '.join(known)}" if known and listed else ""
 
 

@@ -83,7 +83,9 @@ def test_every_configuration_field_is_an_option_and_unknown_ones_name_the_neares
     misspelt = refused(capsys, "run", "micro.yaml", "--arm", "grpo", "--optim.learning-rat", "1", status=2)
     assert "unknown option --optim.learning-rat; did you mean '--optim.learning-rate'?" in misspelt
     guessed = refused(capsys, "run", "micro.yaml", "--arm", "grpo", "--optim.lr", "1", status=2)
-    assert "unknown option --optim.lr; known: --optim." in guessed and ", --optim.learning-rate, " in guessed
+    assert "unknown option --optim.lr; did you mean '--optim.learning-rate'?" in guessed
+    listed = refused(capsys, "run", "micro.yaml", "--arm", "grpo", "--optim.xyz", "1", status=2)
+    assert "unknown option --optim.xyz; known: --optim." in listed and ", --optim.learning-rate, " in listed
     assert "did you mean '--prompts'" in refused(capsys, "drift", "a", "b", "--promts", "x", status=2)
     bare = refused(capsys, "run", "micro.yaml", "--arm", "grpo", "--learning-rate", "1", status=2)
     assert "did you mean --optim.learning-rate?" in bare

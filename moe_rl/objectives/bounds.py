@@ -1,13 +1,14 @@
 """Allowed ranges and names of settings, declared in the types of dataclass fields, and the checks against them."""
 
 import dataclasses
-import difflib
 import math
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from moe_rl.names import closest
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ def unknown(name: str, value: object, allowed: Iterable[str]) -> str:
     "value.model: expected one of separate, head; got 'heads'. Did you mean 'head'?"
     """
     allowed = list(allowed)
-    near = difflib.get_close_matches(str(value), allowed, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = closest(str(value), allowed)
+    hint = "" if near is None else f" Did you mean {near!r}?"
     return f"{name}: expected one of {', '.join(allowed)}; got {value!r}.{hint}"
 
 

@@ -140,13 +140,14 @@ def test_new_rows_appear_and_a_resumed_run_is_read_again(browser, url, study):
 def test_of_several_studies_the_first_stays_and_what_the_server_says_is_wrong_is_shown(browser, tmp_path):
     for name, arm in (("a", "grpo"), ("b", "gspo")):
         write_study(tmp_path / name, (arm,), (0,), 2)
-        os.utime(tmp_path / name, (0, 0 if name == "b" else 60))
+        for path in (tmp_path / name, tmp_path / name / arm / "seed0" / "metrics.jsonl"):
+            os.utime(path, (0, 0 if name == "b" else 60))
     with serving(tmp_path) as address:
         browser.open(address)
         browser.wait("document.querySelectorAll('#chart-reward path').length === 1")
         first = text(browser, "#study option:checked")
         assert first == "a"
-        os.utime(tmp_path / "b")  # it is written to, and the first of the list now
+        os.utime(tmp_path / "b" / "gspo" / "seed0" / "metrics.jsonl")  # it is written to, and the first of the list now
         asked = "performance.getEntriesByType('resource').filter(e => e.name.includes('api/study?study=a')).length"
         browser.wait(f"{asked} > 1")
         assert browser.js("document.querySelector('#study').value") == first and text(browser, "#name") == "a"
