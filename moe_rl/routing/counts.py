@@ -135,7 +135,7 @@ class ChangeCounts:
         }
 
     def to_frame(self) -> "pd.DataFrame":
-        """Return a table of one row per site, in the order of the model.
+        """Return a table (pandas, which this method alone needs) of one row per site, in the order of the model.
 
         Columns: `site` (its name; its number where names are not known), `tokens` (compared), `tokens_changed` (whose
         set differs), `slots`, `slots_changed`, and the shares `site_change` and `slot_change` (NaN without a token).
