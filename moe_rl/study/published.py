@@ -247,6 +247,17 @@ def published_values(
     return pd.concat({repeated: (arm - other[0] if other else arm).dropna()})
 
 
+def published_updates(results: Path, study: str) -> pd.DataFrame:
+    """Return the tables `updates` of a study and of its repetitions, with the columns `folder` and `rounding`.
+
+    There is one row per run: what `update_outcomes` returns.
+    """
+    files = [file for file in sorted(results.glob(f"{study}*/updates.csv")) if _study_of(file.parent)[0] == study]
+    tables = {file.parent.name: pd.read_csv(file) for file in files}
+    rows = pd.concat([table.assign(folder=folder) for folder, table in tables.items()], ignore_index=True)
+    return rows.assign(rounding=rows["rounding"].fillna(NATIVE) if "rounding" in rows else NATIVE)
+
+
 def less_same_seeds(found: pd.Series, other: pd.Series) -> pd.Series:
     """Return `published_values` minus those of another study, for each rounding and seed that both have.
 

@@ -1,0 +1,104 @@
+"""Largest gradient norm of a run, with a method over without (question 2):  python analysis/gradients.py DIR
+
+Reads the committed tables of docs/results, so that it needs no runs. Compared are all pairs of arms of all studies that
+differ in replay alone, and GRPO with GSPO where all else is the same. The ratio of a pair is a geometric mean over
+seeds; a seed counts once, as the mean of the logarithms of its roundings and repetitions. Prints how many ratios lie
+below 1, draws DIR/gradients.pdf, .svg, .png and writes what is drawn beside them as CSV.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from moe_rl.study.config import RunConfig, differences, load_study, run_settings
+from moe_rl.study.figures.over_studies import draw_from_results
+from moe_rl.study.published import published_updates
+from moe_rl.study.shipped import shipped_studies
+from moe_rl.study.statistics import ALPHA, geometric_interval, holm, sign_flip_test, student_interval
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+GSPO = {"method.objective", "method.clip_low", "method.clip_high"}
+DECLARED = {
+    "dual_clip": [("replay", "grpo"), ("dual", "grpo"), ("dual", "replay"), ("replay_dual", "replay")],
+    "dual_clip_noise": [("dual", "grpo"), ("dual_noise02", "grpo_noise02"), ("dual_noise05", "grpo_noise05")],
+}
+"""Study -> the pairs of arms whose largest gradients the study declares to compare."""
+FEWEST = 6  # seeds of a pair: below that there is no Student interval
+
+
+def method_of(one: RunConfig, other: RunConfig) -> str | None:
+    """Return what `one` has and `other` has not, if that is all in which they differ: R2, R3, PR2 or GSPO."""
+    changed = {name for name in differences(run_settings(one), run_settings(other)) if not name.startswith("objective")}
+    if changed == {"method.replay"} and other.method.replay == "none":
+        return one.method.replay
+    if "method.objective" in changed and changed <= GSPO:
+        return "GSPO" if (one.method.objective, other.method.objective) == ("gspo", "grpo") else None
+    return None
+
+
+def pairs(results: Path = RESULTS) -> Iterator[tuple[str, str, str, str]]:
+    """Yield study, arm, other arm and method for every pair that is compared."""
+    for name, path in sorted(shipped_studies().items()):
+        if not (results / name / "updates.csv").is_file():
+            continue
+        study = load_study(path)
+        arms = {arm: study.resolve(arm, study.seeds[0]) for arm in study.arms}
+        for arm, one in arms.items():
+            for other, without in arms.items():
+                if arm != other and (method := method_of(one, without)):
+                    yield name, arm, other, method
+
+
+def gradients_table(results: Path = RESULTS) -> pd.DataFrame:
+    """Return one row per pair.
+
+    Columns: method, study, arm, other, n (seeds), runs (pairs of runs), below (of them, those in which the largest norm
+    is below that of the other arm), without (the other arm's median of the largest norms), and the geometric mean
+    `ratio` with its interval `low`, `high`.
+    """
+    rows = []
+    for study, arm, other, method in pairs(results):
+        largest = published_updates(results, study).set_index(["folder", "rounding", "seed", "arm"])["grad_norm_largest"]
+        arms = largest.unstack("arm")[[arm, other]].dropna()
+        logs = np.log(arms[arm] / arms[other])
+        found = geometric_interval(np.exp(logs.groupby("seed").mean()))
+        if found.n < FEWEST:
+            continue
+        about = {"method": method, "study": study, "arm": arm, "other": other, "n": found.n, "runs": len(logs)}
+        about |= {"below": int((logs < 0).sum()), "without": arms[other].median()}
+        rows.append({**about, "ratio": found.estimate, "low": found.low, "high": found.high})
+    return pd.DataFrame(rows)
+
+
+def declared_table(results: Path = RESULTS) -> pd.DataFrame:
+    """Return the tests of the pairs in `DECLARED`, one row per study, repetition and pair.
+
+    Columns: study, rounding, arm, other, n (seeds), ratio, low, high (geometric mean of the largest norms' ratios, with
+    Student's interval of the logarithms), p (sign-flip test of the logarithms), adjusted (by Holm over the pairs of the
+    study), verdict: lower or higher where `adjusted` is at most 0.05.
+    """
+    tables = []
+    for study, compared in DECLARED.items():
+        if not (results / study / "updates.csv").is_file():
+            continue
+        kept = published_updates(results, study)
+        for rounding, rows in kept.groupby("rounding", sort=False):
+            logs = np.log(rows.pivot(index="seed", columns="arm", values="grad_norm_largest"))
+            found = []
+            for arm, other in compared:
+                change = (logs[arm] - logs[other]).dropna().to_numpy()
+                interval = student_interval(change).exp()
+                about = {"study": study, "rounding": rounding, "arm": arm, "other": other, "n": interval.n}
+                ends = {"ratio": interval.estimate, "low": interval.low, "high": interval.high}
+                found.append(about | ends | {"p": float(sign_flip_test(change))})
+            table = pd.DataFrame(found)
+            table["adjusted"] = holm(table["p"])
+            side = np.where(table["ratio"] < 1, "lower", "higher")
+            tables.append(table.assign(verdict=np.where(table["adjusted"] <= ALPHA, side, "not resolved")))
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+
+
+if __name__ == "__main__":
+    print(declared_table().to_string())
