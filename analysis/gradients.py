@@ -2,8 +2,8 @@
 
 Reads the committed tables of docs/results, so that it needs no runs. Compared are all pairs of arms of all studies that
 differ in replay alone, and GRPO with GSPO where all else is the same. The ratio of a pair is a geometric mean over
-seeds; a seed counts once, as the mean of the logarithms of its roundings and repetitions. Prints how many ratios lie
-below 1, draws DIR/gradients.pdf, .svg, .png and writes what is drawn beside them as CSV.
+seeds; a seed counts once, as the mean of the logarithms of its roundings and repetitions. Draws DIR/gradients.pdf,
+.svg, .png, writes what is drawn beside them as CSV, and the tests that studies declare as DIR/gradients_declared.csv.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,16 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.study.config import RunConfig, differences, load_study, run_settings
-from moe_rl.study.figures.over_studies import draw_from_results
+from moe_rl.study.figures.over_studies import draw_from_results, gradients_figure
 from moe_rl.study.published import published_updates
 from moe_rl.study.shipped import shipped_studies
 from moe_rl.study.statistics import ALPHA, geometric_interval, holm, sign_flip_test, student_interval
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
-GSPO = {"method.objective", "method.clip_low", "method.clip_high"}
+METHODS = {"R2": "R2", "R3": "R3", "gspo": "GSPO", "dual_clip": "dual clip"}
+"""Replay or objective -> its name in the figure, in the order of the panels."""
+OBJECTIVE = {"method.objective", "method.clip_low", "method.clip_high"}
+"""Settings in which an objective and GRPO differ."""
 DECLARED = {
     "dual_clip": [("replay", "grpo"), ("dual", "grpo"), ("dual", "replay"), ("replay_dual", "replay")],
     "dual_clip_noise": [("dual", "grpo"), ("dual_noise02", "grpo_noise02"), ("dual_noise05", "grpo_noise05")],
@@ -29,12 +32,12 @@ FEWEST = 6  # seeds of a pair: below that there is no Student interval
 
 
 def method_of(one: RunConfig, other: RunConfig) -> str | None:
-    """Return what `one` has and `other` has not, if that is all in which they differ: R2, R3, PR2 or GSPO."""
+    """Return the name in `METHODS` of what `one` has and `other` has not, if that is all in which they differ."""
     changed = {name for name in differences(run_settings(one), run_settings(other)) if not name.startswith("objective")}
     if changed == {"method.replay"} and other.method.replay == "none":
         return one.method.replay
-    if "method.objective" in changed and changed <= GSPO:
-        return "GSPO" if (one.method.objective, other.method.objective) == ("gspo", "grpo") else None
+    if "method.objective" in changed and changed <= OBJECTIVE and other.method.objective == "grpo":
+        return one.method.objective
     return None
 
 
@@ -47,12 +50,12 @@ def pairs(results: Path = RESULTS) -> Iterator[tuple[str, str, str, str]]:
         arms = {arm: study.resolve(arm, study.seeds[0]) for arm in study.arms}
         for arm, one in arms.items():
             for other, without in arms.items():
-                if arm != other and (method := method_of(one, without)):
+                if arm != other and (method := METHODS.get(method_of(one, without) or "")):
                     yield name, arm, other, method
 
 
 def gradients_table(results: Path = RESULTS) -> pd.DataFrame:
-    """Return one row per pair.
+    """Return one row per pair, by method; pairs that are the same runs in several studies come once.
 
     Columns: method, study, arm, other, n (seeds), runs (pairs of runs), below (of them, those in which the largest norm
     is below that of the other arm), without (the other arm's median of the largest norms), and the geometric mean
@@ -69,7 +72,8 @@ def gradients_table(results: Path = RESULTS) -> pd.DataFrame:
         about = {"method": method, "study": study, "arm": arm, "other": other, "n": found.n, "runs": len(logs)}
         about |= {"below": int((logs < 0).sum()), "without": arms[other].median()}
         rows.append({**about, "ratio": found.estimate, "low": found.low, "high": found.high})
-    return pd.DataFrame(rows)
+    table = pd.DataFrame(rows).drop_duplicates(["method", "n", "runs", "without", "ratio"])
+    return table.sort_values("method", key=lambda names: names.map(list(METHODS.values()).index), kind="stable")
 
 
 def declared_table(results: Path = RESULTS) -> pd.DataFrame:
@@ -101,4 +105,4 @@ def declared_table(results: Path = RESULTS) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    print(declared_table().to_string())
+    draw_from_results(__doc__, lambda: [gradients_figure(gradients_table())])

@@ -14,7 +14,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
-from moe_rl.study.figures.style import GREY, INK, PAGE, WIDTH, legend_above, look_of, panels, twin
+from moe_rl.study.figures.style import GREY, INK, PAGE, WIDTH, legend_above, log_x, log_y, look_of, panels, twin
 from moe_rl.study.statistics import INTEREST, Verdict
 
 ROW = 0.24  # inches: height of a method's row
@@ -240,6 +240,38 @@ def beyond_reward_figure(table: pd.DataFrame, of_updates: tuple[str, ...], level
     )
     title = "What signals of the first steps tell beyond the reward of these steps."
     return StudyFigure("beyond_reward", title, caption, drawn, table)
+
+
+@styled
+def gradients_figure(table: pd.DataFrame) -> StudyFigure:
+    """Draw how a method changes the largest gradient norm of a run, against that norm without the method.
+
+    Args:
+        table: columns method (a panel), without (the median run's largest norm without the method), and the ratio of
+            the norms with and without the method: ratio, low, high; one row per pair of arms.
+    """
+    methods = list(table["method"].unique())
+    drawn, (axes,) = panels(1, len(methods), 2.6, PAGE, sharex=True, sharey=True)
+    for ax, method in zip(axes, methods, strict=True):
+        rows = table[table["method"] == method]
+        ax.axhline(1, color=INK, lw=0.8, zorder=1)
+        ax.vlines(rows["without"], rows["low"], rows["high"], color=GREY, lw=1.4, alpha=0.4, zorder=2)
+        told = (rows["high"] < 1) | (rows["low"] > 1)
+        fill = [INK if one else "white" for one in told]
+        ax.scatter(rows["without"], rows["ratio"], s=11, c=fill, edgecolors=INK, linewidths=0.8, zorder=3)
+        below, resolved = (rows["ratio"] < 1).sum(), (rows["high"] < 1).sum()
+        ax.set_title(f"{method}\n{below} of {len(rows)} below 1,\n{resolved} with the bar", fontsize=7)
+    log_x(axes[0])
+    log_y(axes[0])
+    axes[0].set_ylabel("with the method, over without it")
+    drawn.supxlabel("largest gradient norm of the median run without the method\nbar: 95 % interval", fontsize=7.5)
+    caption = (
+        "Each mark is a pair of arms of one study that differ in the method alone; the ratio is a geometric mean over "
+        "seeds with Student's 95 % interval. Filled: the interval is without 1. Pairs that share cold starts or runs "
+        "are no independent evidence; nothing corrects the intervals for their number."
+    )
+    title = "Largest gradient norm of a run, with a method over without it."
+    return StudyFigure("gradients", title, caption, drawn, table)
 
 
 COLUMNS = 3
