@@ -63,7 +63,9 @@ def gradients_table(results: Path = RESULTS) -> pd.DataFrame:
     """
     rows = []
     for study, arm, other, method in pairs(results):
-        largest = published_updates(results, study).set_index(["folder", "rounding", "seed", "arm"])["grad_norm_largest"]
+        largest = published_updates(results, study).set_index(["folder", "rounding", "seed", "arm"])[
+            "grad_norm_largest"
+        ]
         arms = largest.unstack("arm")[[arm, other]].dropna()
         logs = np.log(arms[arm] / arms[other])
         found = geometric_interval(np.exp(logs.groupby("seed").mean()))

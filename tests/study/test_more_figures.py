@@ -292,9 +292,22 @@ def test_an_arm_without_a_gradient_costs_no_other_its_line(tmp_path, arms):
         FIGURES["gradient_norm"](write(tmp_path / "none", set(range(arms))))
 
 
-def test_no_gradient_at_all_is_no_empty_axis(data):
-    with pytest.raises(NothingToDraw, match="gradient_norm: every norm is 0"):
-        FIGURES["gradient_norm"](replace(data, updates=data.updates.assign(grad_norm=0.0)))
+@pytest.mark.parametrize("name", ["gradient_norm", "gradient_peaks"])
+def test_no_gradient_at_all_is_no_empty_axis(data, name):
+    with pytest.raises(NothingToDraw, match=f"{name}: every norm is 0"):
+        FIGURES[name](replace(data, updates=data.updates.assign(grad_norm=0.0)))
+
+
+def test_a_runs_peak_is_its_largest_update_and_updates_without_a_gradient_have_no_part_in_its_median(data):
+    updates = data.updates.copy()
+    one = (updates["arm"] == "grpo") & (updates["seed"] == 1)
+    norms = np.linspace(0.5, 2.0, one.sum())
+    norms[0], norms[3], norms[5] = 0.0, 1000.0, np.nan
+    updates.loc[one, "grad_norm"] = norms
+    frame = FIGURES["gradient_peaks"](replace(data, updates=updates)).frame.query("arm == 'grpo'")
+    assert list(frame["seed1"]) == [pytest.approx(np.nanmedian(norms[norms != 0])), 1000.0]
+    others = updates.query("arm == 'grpo' and seed == 2")["grad_norm"]
+    assert list(frame["seed2"]) == pytest.approx([others.median(), others.max()])
 
 
 def test_routing_noise_is_compared_by_geometric_mean_and_seed(split):
