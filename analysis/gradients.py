@@ -3,20 +3,25 @@
 Reads the committed tables of docs/results, so that it needs no runs. Compared are all pairs of arms of all studies that
 differ in replay alone, and GRPO with GSPO where all else is the same. The ratio of a pair is a geometric mean over
 seeds; a seed counts once, as the mean of the logarithms of its roundings and repetitions. Draws DIR/gradients.pdf,
-.svg, .png, writes what is drawn beside them as CSV, and the tests that studies declare as DIR/gradients_declared.csv.
+.svg, .png, writes what is drawn beside them as CSV, and the tests that studies declare as DIR/declared.csv.
 """
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from moe_rl.files import write_atomic
+from moe_rl.processes import ends_with_its_reader
 from moe_rl.study.config import RunConfig, differences, load_study, run_settings
-from moe_rl.study.figures.over_studies import draw_from_results, gradients_figure
+from moe_rl.study.figures.over_studies import gradients_figure
+from moe_rl.study.figures.saving import save_figure
 from moe_rl.study.published import published_updates
 from moe_rl.study.shipped import shipped_studies
 from moe_rl.study.statistics import ALPHA, geometric_interval, holm, sign_flip_test, student_interval
+from moe_rl.study.words import csv_text
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 METHODS = {"R2": "R2", "R3": "R3", "gspo": "GSPO", "dual_clip": "dual clip"}
@@ -54,26 +59,33 @@ def pairs(results: Path = RESULTS) -> Iterator[tuple[str, str, str, str]]:
                     yield name, arm, other, method
 
 
+def by_seed(norms: pd.DataFrame) -> np.ndarray:
+    """Return the ratio of the first column to the second, a geometric mean over the runs of each seed."""
+    positive = norms[(norms > 0).all(axis=1)]  # of a run in which most updates have no gradient the median is 0
+    logs = np.log(positive.iloc[:, 0] / positive.iloc[:, 1])
+    return np.exp(logs.groupby("seed").mean().to_numpy())
+
+
 def gradients_table(results: Path = RESULTS) -> pd.DataFrame:
     """Return one row per pair, by method; pairs that are the same runs in several studies come once.
 
     Columns: method, study, arm, other, n (seeds), runs (pairs of runs), below (of them, those in which the largest norm
-    is below that of the other arm), without (the other arm's median of the largest norms), and the geometric mean
-    `ratio` with its interval `low`, `high`.
+    is below that of the other arm), without (the other arm's median of the largest norms), the geometric mean `ratio`
+    with its interval `low`, `high`, and the same of the median update's norm: median_ratio, median_low, median_high.
     """
     rows = []
     for study, arm, other, method in pairs(results):
-        largest = published_updates(results, study).set_index(["folder", "rounding", "seed", "arm"])[
-            "grad_norm_largest"
-        ]
-        arms = largest.unstack("arm")[[arm, other]].dropna()
-        logs = np.log(arms[arm] / arms[other])
-        found = geometric_interval(np.exp(logs.groupby("seed").mean()))
+        norms = published_updates(results, study).set_index(["folder", "rounding", "seed", "arm"])
+        largest = norms["grad_norm_largest"].unstack("arm")[[arm, other]].dropna()
+        found = geometric_interval(by_seed(largest))
         if found.n < FEWEST:
             continue
-        about = {"method": method, "study": study, "arm": arm, "other": other, "n": found.n, "runs": len(logs)}
-        about |= {"below": int((logs < 0).sum()), "without": arms[other].median()}
-        rows.append({**about, "ratio": found.estimate, "low": found.low, "high": found.high})
+        runs, below = len(largest), int((largest[arm] < largest[other]).sum())
+        about = {"method": method, "study": study, "arm": arm, "other": other, "n": found.n, "runs": runs}
+        about |= {"below": below, "without": largest[other].median()}
+        about |= {"ratio": found.estimate, "low": found.low, "high": found.high}
+        median = geometric_interval(by_seed(norms["grad_norm"].unstack("arm")[[arm, other]].dropna()))
+        rows.append(about | {"median_ratio": median.estimate, "median_low": median.low, "median_high": median.high})
     table = pd.DataFrame(rows).drop_duplicates(["method", "n", "runs", "without", "ratio"])
     return table.sort_values("method", key=lambda names: names.map(list(METHODS.values()).index), kind="stable")
 
@@ -106,5 +118,15 @@ def declared_table(results: Path = RESULTS) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where to write the figure and the tables")
+    folder = parser.parse_args().folder
+    written = save_figure(gradients_figure(gradients_table()), folder)
+    written.append(write_atomic(folder / "declared.csv", csv_text(declared_table(), "%.3g").encode()))
+    print(*written, sep="\n")
+
+
 if __name__ == "__main__":
-    draw_from_results(__doc__, lambda: [gradients_figure(gradients_table())])
+    with ends_with_its_reader():
+        main()

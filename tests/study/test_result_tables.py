@@ -47,6 +47,20 @@ def test_what_a_run_clipped_is_a_share_of_all_its_tokens(tmp_path):
     assert (none["grad_norm"], none["grad_norm_largest"]) == (2, 3)
 
 
+def test_the_ratio_at_a_runs_peak_is_that_of_its_largest_update(tmp_path):
+    norms = {0: [1.0, 9.0, 2.0, None], 1: [None, None, None, None]}
+    for seed, of_run in norms.items():
+        rows = [
+            {"kind": "update", "step": 0, "update": i, "slots": 8, "slots_changed": 0}
+            | {"grad_norm": norm, "probs_ratio_max": 10.0 * i}
+            for i, norm in enumerate(of_run, start=1)
+        ]
+        write_rows(tmp_path / "grpo" / f"seed{seed}", rows, {})
+    some, none = update_outcomes(load(tmp_path)).to_dict("records")
+    assert (some["grad_norm_largest"], some["ratio_at_peak"]) == (9.0, 20.0)
+    assert np.isnan(none["grad_norm_largest"])
+
+
 def test_what_engine_corrections_took_is_a_share_of_all_tokens_of_the_arms_that_have_one(tmp_path):
     for arm in ("grpo", "icepop"):
         rows = [
