@@ -10,7 +10,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -26,6 +26,7 @@ from moe_rl.measure.other_heads import PASSING_ON, ROUTING_HOOKS, hindrance, log
 from moe_rl.measure.packed_rows import refuse_leak
 from moe_rl.measure.shared_prompts import SharedPrompts, packed
 from moe_rl.objectives.ratios import as_bool_mask, check_shapes
+from moe_rl.routing import find_sites
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class TokenLogps:
             Differentiable, so that an entropy bonus works. None without `entropy=True`.
         aux_loss: the model's own load-balancing loss over all tokens that are not padding, without its
             coefficient. Differentiable. None without `aux_loss=True`.
-        router_logits: one tensor per routing site, as the model returned them; None without `router_logits=True` or
-            `aux_loss=True`.
+        router_logits: one tensor per routing site, as the model returned them, in the order of `find_sites`; None
+            without `router_logits=True` or `aux_loss=True`.
     """
 
     logps: Float[Tensor, "B T"]
@@ -149,16 +150,18 @@ def token_logps(
     inputs |= {"output_router_logits": True} if aux_loss or router_logits else {}
     inputs |= {"use_cache": False, "return_dict": True}
 
-    treatment = head_treatment(model, lm)
+    treatment, ran = head_treatment(model, lm), list[int]()
     if isinstance(treatment, LogitMap):
 
         def reduce(states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
             return threaded_head_logps(states, weight, targets, bias, treatment, temperature, entropy, chunk_size)
 
-        outputs, logps, entropies = _through_head(model, lm.get_output_embeddings(), inputs, predicting, reduce)
+        with _order_of_routers(lm, ran) if router_logits else nullcontext():
+            outputs, logps, entropies = _through_head(model, lm.get_output_embeddings(), inputs, predicting, reduce)
     else:
         warn_once(f"{type(lm).__name__}: {treatment}; its log-probabilities are taken from whole logits")
-        outputs, logps, entropies = whole_logits_logps(model, lm, inputs, predicting, targets, temperature, entropy)
+        with _order_of_routers(lm, ran) if router_logits else nullcontext():
+            outputs, logps, entropies = whole_logits_logps(model, lm, inputs, predicting, targets, temperature, entropy)
 
     if aux_loss and not isinstance(outputs.get("aux_loss"), Tensor):
         raise ValueError(f"{type(lm).__name__} returned no aux_loss: this family has no load-balancing loss")
@@ -166,12 +169,27 @@ def token_logps(
     def aligned(values: Tensor) -> Tensor:
         return values.new_zeros(B * T).scatter(0, token, values).view(B, T)
 
+    found = outputs.router_logits if aux_loss or router_logits else None
+    if found is not None and len(ran) == len(found):
+        found = tuple(logits for _, logits in sorted(zip(ran, found, strict=True), key=lambda pair: pair[0]))
     return TokenLogps(
         logps=aligned(logps),
         entropy=None if entropies is None else aligned(entropies),
         aux_loss=outputs.aux_loss if aux_loss else None,
-        router_logits=outputs.router_logits if aux_loss or router_logits else None,
+        router_logits=found,
     )
+
+
+@contextmanager
+def _order_of_routers(lm: PreTrainedModel, ran: list[int]) -> Iterator[None]:
+    """Context manager: append the number of each routing site that runs to `ran`. Models return router logits in this
+    order, which is not always that of the sites: JetMoE holds its MLP before the attention that runs first."""
+    with ExitStack() as stack:
+        for index, site in enumerate(find_sites(lm)):
+            for module in site.modules:
+                handle = module.register_forward_hook(lambda *_, index=index: ran.append(index))
+                stack.callback(handle.remove)
+        yield
 
 
 def _through_head(

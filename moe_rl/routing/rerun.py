@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -245,11 +246,16 @@ def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | No
     checkpointing) finds the choice of its forward. Routers that are random in train mode (jitter) draw twice.
 
     sigma: in units of the router's logits. generator: source of the noise; its device may differ from the model's.
+    Under autocast a router may rank scores that bfloat16 rounds, which these contexts do not: near-ties may then be
+    decided otherwise, at sigma 0 too.
     Raises UnsupportedModelError where the logits are not one linear map inside the router; RoutingError inside another
     `noisy_routes`, `predicted_routes`, `record_margins` or `record_router_logits`.
     """
-    if isinstance(sigma, str) or not 0 <= sigma < math.inf:  # infinite logits have no softmax
+    number = isinstance(sigma, Real) or (isinstance(sigma, Tensor) and sigma.numel() == 1)
+    if not number or not 0 <= sigma < math.inf:  # infinite logits have no softmax
         raise RoutingError(f"sigma must be a finite number of at least 0, got {sigma!r}")
+    if not (generator is None or isinstance(generator, torch.Generator)):
+        raise RoutingError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
 
     def noise(site: int, states: Tensor, logits: Tensor) -> Tensor:
         device = generator.device if generator is not None else logits.device
@@ -268,12 +274,15 @@ def predicted_routes(model: nn.Module, weights: Float[Tensor, "L E H"]) -> Itera
     gradients and router losses come from the logits alone. A replay wins where it forces.
 
     weights: W of every site, in order. They may be changed in place between calls.
-    Raises RoutingError for another shape, and inside the contexts in which `noisy_routes` raises it;
+    Raises RoutingError for another shape, NaN or infinity, and inside the contexts in which `noisy_routes` raises it;
     UnsupportedModelError as `noisy_routes`.
     """
     tap, names = _with_logits(model)
+    _refuse_no_reals(weights, "weights")
     if weights.ndim != 3 or len(weights) != len(names):
         raise RoutingError(f"weights must be [L,E,H] of {len(names)} sites, got {list(weights.shape)}")
+    if broken := int((~weights.isfinite()).sum()):  # one such logit decides every choice
+        raise RoutingError(f"weights: {broken} of {weights.numel()} are not finite. Did their training diverge?")
 
     def prediction(site: int, states: Tensor, logits: Tensor) -> Tensor:
         own, needed = weights[site], [logits.shape[-1], states.shape[-1]]
@@ -327,6 +336,7 @@ def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) ->
     experts = [probe.num_experts for probe in tap.probes]
     if bias is None:
         bias = torch.zeros(len(names), max(experts), device=device_of(tap.boundary))
+    _refuse_no_reals(bias, "bias")
     if bias.shape != (len(names), max(experts)):
         raise RoutingError(f"bias must be [L,E] = {[len(names), max(experts)]}, got {list(bias.shape)}")
     if nan := bias.isnan().nonzero().tolist():  # NaN would decide every choice; -inf leaves an expert out
@@ -341,6 +351,15 @@ def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) ->
             )
     with tap.listen(Bias(bias, experts)):
         yield bias
+
+
+def _refuse_no_reals(given: Any, name: str) -> None:
+    """Raise RoutingError unless `given` is a tensor of real numbers, on a device that holds them."""
+    if not isinstance(given, Tensor):
+        raise RoutingError(f"{name} must be a tensor, got {type(given).__name__}; of lists and arrays: torch.as_tensor")
+    if given.is_complex() or given.dtype == torch.bool or given.is_meta or given.is_sparse:
+        got = f"{given.dtype}, {given.layout} on {given.device}"
+        raise RoutingError(f"{name} must be a dense tensor of real numbers, got {got}")
 
 
 def _refuse_second(tap: Tap) -> None:

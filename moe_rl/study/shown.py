@@ -81,8 +81,8 @@ def _by_site(rows: pd.DataFrame) -> pd.DataFrame:
     if not set(needed) <= set(rows):
         raise StudyDataError("rates: this table has no counts by routing site")
     rows = rows.dropna(subset=needed).explode(needed, ignore_index=True)
-    rows = rows.astype({"site_slots_changed": float, "site_slots": float})
-    return rows.rename(columns={"site_names": "routing_site"})
+    numbers = {name: pd.to_numeric(rows[name]) for name in needed[1:]}  # `explode` makes objects
+    return rows.assign(**numbers).rename(columns={"site_names": "routing_site"})
 
 
 def _is_key(value: object) -> bool:

@@ -8,8 +8,10 @@ import torch
 from sweeps import FAMILIES, mostly_swept
 from transformers import AutoModelForCausalLM
 
+from moe_rl.measure import token_logps
 from moe_rl.measure.decompose import decompose
 from moe_rl.measure.noise_floor import rounded_copy
+from moe_rl.routing import record_router_logits
 
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
 from routing_helpers import disturbed, moe
@@ -50,3 +52,12 @@ def test_a_rounded_copy_has_the_dtypes_of_a_loaded_model(family, dtype, tmp_path
         expected = {name: tensor.dtype for name, tensor in getattr(loaded, kind)()}
         assert {name: tensor.dtype for name, tensor in getattr(copied, kind)()} == expected
     assert {tensor.data_ptr() for tensor in copied.parameters()}.isdisjoint(p.data_ptr() for p in model.parameters())
+
+
+@torch.no_grad()
+def test_router_logits_are_in_the_order_of_the_sites():
+    """JetMoE holds its MLP before the attention that runs first, and returns router logits in the order of running."""
+    model, ids = moe("JetMoeForCausalLM"), torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(0))
+    with record_router_logits(model) as reading:
+        found = token_logps(model, ids, torch.ones_like(ids), torch.ones_like(ids), router_logits=True).router_logits
+    torch.testing.assert_close(torch.stack(found, 1).view(reading.logits.shape), reading.logits)

@@ -205,9 +205,15 @@ def test_margins_of_calls_of_several_lengths_are_not_joined():
         _ = margins.values
 
 
-@pytest.mark.parametrize("sigma", [-1.0, float("nan"), float("inf"), "1"])
+@pytest.mark.parametrize("sigma", [-1.0, float("nan"), float("inf"), "1", None, [0.1], torch.ones(2)])
 def test_noise_of_no_finite_strength_is_refused(sigma, monkeypatch):
     """Infinite noise has no softmax: all tokens went to the same experts."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users have it
     with pytest.raises(RoutingError, match="sigma must be a finite number of at least 0"):
         noisy_routes(tiny_model("OlmoeForCausalLM"), sigma).__enter__()
+
+
+def test_noise_of_no_generator_is_refused(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users have it
+    with pytest.raises(RoutingError, match=r"generator must be a torch.Generator or None, got int"):
+        noisy_routes(tiny_model("OlmoeForCausalLM"), 0.1, 3).__enter__()

@@ -2,12 +2,15 @@
 
 import copy
 
+import jaxtyping
+import numpy as np
 import pytest
 import torch
 from routing_helpers import hooked, moe, routes_of, tokens
 
 from moe_rl.routing import (
     RoutingError,
+    biased_routes,
     change_counts,
     find_sites,
     noisy_routes,
@@ -148,6 +151,10 @@ def test_what_does_not_fit_is_refused():
         predicted_routes(model, weights[..., :5]),
     ):
         model(input_ids=inputs)
+    broken = weights.clone()
+    broken[1, 2, 3] = float("nan")
+    with pytest.raises(RoutingError, match=r"weights: 1 of \d+ are not finite"), predicted_routes(model, broken):
+        pass
     for other in (noisy_routes(model, 0.1), record_margins(model), predicted_routes(model, weights)):
         with other, pytest.raises(RoutingError, match="of two only one would act"), record_router_logits(model):
             pass
@@ -160,6 +167,22 @@ def test_what_does_not_fit_is_refused():
         model(input_ids=inputs[:, :3])
     with pytest.raises(RoutingError, match=r"different lengths \[3, 7\]"):
         _ = reading.inputs
+
+
+@pytest.mark.parametrize("context", [biased_routes, predicted_routes])
+def test_what_is_no_tensor_of_numbers_is_refused(context, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users have it
+    model = moe()
+    for given, got in [
+        ([[0.0]], "must be a tensor, got list; of lists and arrays: torch.as_tensor"),
+        (np.zeros((3, 8)), "must be a tensor, got ndarray"),
+        (torch.zeros(3, 8, dtype=torch.complex64), "must be a dense tensor of real numbers, got torch.complex64"),
+        (torch.zeros(3, 8, device="meta"), "on meta"),
+        (torch.zeros(3, 8).to_sparse(), "got torch.float32, torch.sparse_coo"),
+    ]:
+        with pytest.raises(RoutingError, match=got), context(model, given):
+            pass
+    assert hooked(model) == []
 
 
 def test_each_site_has_the_weights_of_its_place():

@@ -296,6 +296,7 @@ def test_rates_are_sums_over_sums(folder):
     sites = data.rates("slot", by="routing_site")
     assert sites["changed"].sum() == data.probes["slots_changed"].sum()
     assert sites["routing_site"].tolist() == SITES
+    assert sites[["changed", "total"]].dtypes.tolist() == [np.int64, np.int64], "counts are whole numbers"
 
 
 @pytest.mark.parametrize(
