@@ -38,11 +38,15 @@ def output_folder(given: Path | None, default: Path, names: Sequence[str], kept:
 
     names: of the files that the command writes, the one that marks a result first. kept: a file in it that the command
     takes over. Raises DriftError: the folder, or OUTPUT.partial, holds more than an earlier result, or the folder is
-    the current one or above it."""
+    the current one or above it, or a file stands in the way."""
     output = default if given is None else given.expanduser()
+    partial = partial_of(output)
+    place = next(path for path in (partial, *partial.parents) if path.exists())
+    if not place.is_dir():
+        raise DriftError(f"--output: {output} cannot be made, as {place} is a file; move it, or name another folder")
     if Path.cwd().is_relative_to(output.resolve()):
         raise DriftError(f"--output: {output} is the folder you are in, or above it; name one inside it")
-    held, left = _held(output), _held(partial_of(output))
+    held, left = _held(output), _held(partial)
     if output.exists() and not (output / names[0]).exists() and (held or not output.is_dir()):
         raise DriftError(f"--output: {output} is there and is no earlier comparison; name another folder")
     taken = None if kept is None else kept.expanduser().resolve()
@@ -54,7 +58,7 @@ def output_folder(given: Path | None, default: Path, names: Sequence[str], kept:
     made = (*names, "cache", ".lock", *([taken.name] if taken and taken.parent == output.resolve() else []))
     if others := sorted(p.name for p in left if p.name not in made and not re.fullmatch(r"\..*\.tmp", p.name)):
         raise DriftError(
-            f"--output: {partial_of(output)} is emptied first, for the new result to be made in it, and holds "
+            f"--output: {partial} is emptied first, for the new result to be made in it, and holds "
             f"{others[0]}, which this command does not write; move it, or name another folder"
         )
     return output

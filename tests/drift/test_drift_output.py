@@ -51,6 +51,10 @@ def test_output_is_named_after_the_pair_replaced_and_never_someone_elses(
         capsys, "drift", *pair, "--prompts", prompts, "--output", tmp_path / "mine"
     )
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "..."
+    (tmp_path / "next.partial").write_text("mine")
+    for place, file in (("mine/thesis.tex/a/b", "thesis.tex"), ("next", "next.partial")):
+        error = refused(capsys, "drift", *pair, "--prompts", prompts, "--output", place)
+        assert f"--output: {place} cannot be made, as {tmp_path}" in error and f"{file} is a file" in error
     monkeypatch.chdir(tmp_path / "runs")
     assert "is the folder you are in" in refused(capsys, "drift", *pair, "--prompts", prompts, "--output", "..")
 
