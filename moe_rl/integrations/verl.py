@@ -145,7 +145,8 @@ def as_jagged(routes: RoutedExperts, offsets: Tensor) -> Tensor:
 def routes_of(engine: Any, micro_batch: Any) -> tuple[RoutedExperts, Tensor]:
     """Return a micro-batch's routes in the engine's layout of its tokens, and a mask of the real tokens.
 
-    Raises RoutingError if the micro-batch has no routes, or this engine recorded none.
+    Raises RoutingError if the micro-batch has no routes, this engine recorded none, or the routes are of sequences of
+    other lengths than its tokens.
     """
     nested = micro_batch.get(FIELD, None)
     if nested is None or not hasattr(engine, "routing_sites"):
@@ -154,6 +155,12 @@ def routes_of(engine: Any, micro_batch: Any) -> tuple[RoutedExperts, Tensor]:
             "out (algorithm.rollout_correction.bypass_mode?), or made by another engine. Nothing would be replayed"
         )
     tokens, offsets = micro_batch["input_ids"], micro_batch["input_ids"].offsets()
+    lengths = [of.diff().tolist() for of in (nested.offsets(), offsets)]
+    if lengths[0] != lengths[1]:  # laid out by the tokens' lengths, routes would be those of other tokens
+        raise RoutingError(
+            f"{FIELD} are of sequences of {lengths[0]} tokens, input_ids have {lengths[1]}: routes and tokens were put "
+            "in another order, or cut differently, on their way through the batch. Both must be selected together"
+        )
     values, ids = nested.values(), tokens.values()
     if _plain(micro_batch, "use_remove_padding", True):
         pad = engine._get_packed_pad_size(len(ids)) if hasattr(engine, "_get_packed_pad_size") else 0

@@ -114,6 +114,19 @@ def update(engine, data):
     return output["metrics"]
 
 
+@both("none", "R2")
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 1)])
+def test_routes_of_sequences_of_other_lengths_are_refused(order, installed):
+    """Behind the first update nothing else would show it: the tokens are those of the micro-batch itself."""
+    packed, kind, _ = installed
+    engine = kind()
+    data, parts = scored(engine, packed)
+    update(engine, data)
+    data["routed_experts"] = nested([parts[i] for i in order])
+    with pytest.raises(RoutingError, match=r"routed_experts are of sequences of .*, input_ids have \[5, 3, 7\]"):
+        update(engine, data)
+
+
 @both("R2")
 def test_a_micro_batch_without_any_route_says_nothing_of_what_was_replayed_or_changed(installed):
     """verl takes means over micro-batches, and NaN would be that of all."""
