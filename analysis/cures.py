@@ -16,6 +16,7 @@ GONE = "the cause taken away"
 METHODS = {
     "gone": GONE,
     "rate": "half the learning rate",
+    "dual": "GRPO, dual clip",
     "replay": "GRPO + R2",
     "live": "GRPO + R2, live loads",
     "r3": "GRPO + R3",
@@ -36,6 +37,7 @@ OTHERS = ("gspo", "gmpo", "rspo", "cispo", "sapo")
 CAUSES: dict[str, dict[str, Declared]] = {
     "Selection noise,\n36 % of the slots": {
         "rate": ("half_rate", "half_noise", "grpo_noise"),
+        "dual": ("dual_clip_noise", "dual_noise02", "grpo_noise02"),
         "replay": ("replay_vs_gspo", "grpo_replay", "grpo_noise02"),
         **{method: ("methods_noise", method, "grpo") for method in OTHERS},
         "dppo": ("methods_noise", "dppo_tv", "grpo"),
@@ -60,6 +62,7 @@ CAUSES: dict[str, dict[str, Declared]] = {
     "64 updates\non a batch*": {
         "gone": ("updates_per_batch", "grpo_n4", "grpo_n64"),
         "rate": ("updates_per_batch_why", "half_n64", "grpo_n64"),
+        "dual": ("dual_clip", "dual", "grpo"),
         **{method: ("updates_per_batch", f"{method}_n64", "grpo_n64") for method in ("replay", "gspo")},
     },
     "Responses of\nseveral versions": {
