@@ -342,8 +342,7 @@ def test_an_arm_with_one_update_per_step_has_a_variance_too(data):
 
 
 def test_arms_that_are_left_to_the_table_are_counted():
-    said = [left_out(arms) for arms in (0, 1, 2)]
-    assert said == ["", "1 more arm is in the table.", "2 more arms are in the table."]
+    assert [*map(left_out, (0, 1, 2))] == ["", "1 more arm is in the table.", "2 more arms are in the table."]
 
 
 def test_shares_of_sites_are_pooled_by_the_size_of_the_effect(split):
