@@ -92,6 +92,7 @@ def test_seeds_without_a_value_are_not_counted_for_its_interval():
     assert (row["n"], row["partly"], row["partly_n"]) == (4, 1.5, 2) and "whole_n" not in row
 
 
+@pytest.mark.filterwarnings("error")
 def test_loads_that_were_never_finite_give_no_number_and_no_warning(tmp_path):
     for arm, load_of_sites in (("a", [None, None]), ("b", [1.0, None])):
         update = {"kind": "update", "step": 0, "update": 1, "max_vio": 0.5}
@@ -101,6 +102,7 @@ def test_loads_that_were_never_finite_give_no_number_and_no_warning(tmp_path):
     assert np.isnan(table["a"]) and table["b"] == 1.0
 
 
+@pytest.mark.filterwarnings("error")
 def test_rates_without_a_denominator_are_unknown_without_a_warning(tmp_path):
     counts = {f"{unit}s{part}": 0 for unit in ("slot", "site", "token") for part in ("", "_changed")}
     write_rows(tmp_path / "a" / "seed0", [{"kind": "probe", "step": 0, "update": 1, **counts}], {})
