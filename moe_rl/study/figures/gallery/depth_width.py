@@ -102,7 +102,7 @@ def size_rows(data: StudyData) -> tuple[pd.DataFrame, list[str]]:
     found = []
     for (arm, seed), part in kept.groupby(["arm", "seed"], sort=False):
         row: dict[str, Any] = {"arm": arm, "seed": seed, **sizes.get(str(arm), {}), "steps": part["step"].nunique()}
-        row |= {name: rate[arm, seed] for name, rate in rates.items()}
+        row |= {name: rate.get((arm, seed)) for name, rate in rates.items()}
         if row.get("site_change", 0) > 0 and row.get("token_change", 1) < 1:
             # 1 - token change = (1 - site change) ^ independent sites
             row["independent_sites"] = np.log1p(-row["token_change"]) / np.log1p(-row["site_change"])
