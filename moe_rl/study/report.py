@@ -118,7 +118,7 @@ def _finals(data: StudyData) -> list[dict[str, Any]]:
     for row in rows:
         beside = "sampled" if "sampled" in row else "evaluation"
         row["label"] = full_label(data, row["arm"])
-        row["seeds"] = ", ".join(f"{value:.3f}" for value in row["by_seed"].values())
+        row["seeds"] = ", ".join(f"{value:.3f}" if np.isfinite(value) else "–" for value in row["by_seed"].values())
         row["bounds"] = seed_interval([*row["by_seed"].values()]).bounds
         row["beside"] = row[beside]
         row["beside_bounds"] = seed_interval([*row[f"{beside}_by_seed"].values()]).bounds

@@ -297,7 +297,7 @@ def _balance(data: StudyData) -> pd.DataFrame:
     """
     keys = ["arm", "seed"]
     last = data.probes.sort_values(["step", "update"]).groupby(keys, sort=False).last()
-    live = last["site_max_vio"].map(lambda sites: float(np.nanmean(np.asarray(sites, dtype=float))))
+    live = last["site_max_vio"].explode().astype(float).groupby(level=keys, sort=False).mean()
     trained = data.updates.groupby(keys)["max_vio"].mean().rename("trained_max_vio")
     return pd.concat([live.rename("max_vio"), trained], axis=1).reset_index()
 

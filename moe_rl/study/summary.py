@@ -178,6 +178,7 @@ def change_rates(data: StudyData) -> pd.DataFrame:
         row = {"arm": arm, "noise": data.arms["noise"][str(arm)], "update": update, "runs": len(part)}
         for name in names:
             own = seed_interval((part[f"{name}s_changed"] / part[f"{name}s"]).to_numpy())
-            row |= own.columns(name, f"{name}_") | {name: total[f"{name}s_changed"] / total[f"{name}s"]}
+            rate = total[f"{name}s_changed"] / total[f"{name}s"] if total[f"{name}s"] else np.nan
+            row |= own.columns(name, f"{name}_") | {name: rate}
         rows.append(row | {name: int(total[name]) for name in counts})
     return pd.DataFrame(rows)[[*columns, *counts]]

@@ -117,7 +117,7 @@ def test_n_is_that_of_the_runs_that_have_what_the_figure_shows(data, name):
     part = dataclasses.replace(data, probes=probes)
     figure = FIGURES[name](part)
     assert "n = 1 seed per arm (2 for GSPO)" in figure.caption and "the 3 seeds" not in figure.caption
-    bands = "n = 1 in most arms; band: 95 % Student from 6 seeds on, else their range"
+    bands = "n = 1 to 2 seeds; band: 95 % Student from 6 seeds on, else their range"
     none = "n = 1 seed per arm (fewer or more in some)"
     assert figure.figure._supxlabel.get_text() == (none if name == "expert_change_by_site" else bands)
     if "n" in figure.frame:
@@ -185,7 +185,7 @@ def test_intervals_of_arms_of_few_and_many_seeds_are_told_apart(tmp_path):
     many = write_study(tmp_path / "s", ("grpo", *few), tuple(range(6)), 5, sequences=4, more=few)
     figure = reward(load(many))
     assert "no interval" not in figure.caption and "95 % Student from 6 on, below that the range" in figure.caption
-    assert figure.figure.get_supxlabel() == "n = 1 in most arms; band: 95 % Student from 6 seeds on, else their range"
+    assert figure.figure.get_supxlabel() == "n = 1 to 6 seeds; band: 95 % Student from 6 seeds on, else their range"
     assert interval_note(8, [8, 1]) == "intervals: 95 % Student over 8 seeds", "one seed has none"
 
 

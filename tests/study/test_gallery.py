@@ -123,6 +123,17 @@ def test_variance_in_training_is_the_mean_of_later_updates(data):
     assert drawn == pytest.approx(updates["var_token_log_ratio"].mean())
 
 
+@pytest.mark.parametrize("arms", [2, 8])
+def test_sequences_of_no_variance_cost_tokens_no_line(tmp_path, arms):
+    """As in a trainer whose minibatches have one sequence each."""
+    for i in range(arms):
+        with RunWriter(tmp_path, arm=f"a{i}") as run:
+            for step in range(3):
+                run.update(step, 1, var_token_log_ratio=0.1 + step, var_sequence_log_ratio=0.0)
+    frame = ratio_variance(load(tmp_path)).frame
+    assert set(frame["quantity"]) == {"in-run token"} and len(frame) == 3 * arms
+
+
 def test_flips_belong_to_the_token_that_they_predict():
     table = pd.DataFrame(
         {"arm": "a", "seed": 0, "step": 0, "update": 1, "seq": [0, 0, 0, 1, 1], "pos": [2, 0, 1, 0, 1],

@@ -23,6 +23,7 @@ from moe_rl.study.figures import (
     gradient_bias,
     look_of,
 )
+from moe_rl.study.figures.gallery.decomposition import left_out
 from moe_rl.study.figures.gallery.design_effect import design_effects
 from moe_rl.study.result_tables import result_tables
 from moe_rl.study.results import markdown
@@ -351,6 +352,10 @@ def test_an_arm_with_one_update_per_step_has_a_variance_too(data):
     assert len(one) and found["token"].loc[one.index].tolist() == one.tolist()
     rest = found.drop(index="gspo")
     assert rest.equals(in_run_variance(data).set_index(["arm", "seed", "step"]).drop(index="gspo"))
+
+
+def test_arms_that_are_left_to_the_table_are_counted():
+    assert [*map(left_out, (0, 1, 2))] == ["", "1 more arm is in the table.", "2 more arms are in the table."]
 
 
 def test_shares_of_sites_are_pooled_by_the_size_of_the_effect(split):

@@ -160,6 +160,18 @@ def test_rates_are_read_at_equal_reward_after_the_last_update_and_fitted_by_seed
     assert power_law(layers, "num_layers", "site_change")["exponent"] == pytest.approx(0)
 
 
+def test_a_count_that_is_missing_in_a_step_leaves_that_step_out(sizes):
+    data = load(sizes)
+    base = data.probes["arm"].isin(["base"])
+    steps = [data.rollouts.assign(step=step, reward=0.5) for step in (0, 1)]
+    probes = [data.probes.assign(step=step) for step in (0, 1)]
+    probes[1].loc[base, "slots_changed"] = np.nan
+    two = replace(data, rollouts=pd.concat(steps), probes=pd.concat(probes, ignore_index=True))
+    one = replace(data, rollouts=steps[0], probes=probes[0])
+    rates = [size_rows(study)[0].query("arm == 'base'")["slot_change"].tolist() for study in (one, two)]
+    assert len(rates[0]) == 2 and rates[0] == rates[1]
+
+
 def test_the_figure_has_the_axes_that_have_three_sizes_and_says_the_exponents(sizes):
     figure = depth_width(load(sizes))
     assert "n = 2 seeds per arm (1 for deeper);" in figure.caption, "the run that is left out is not counted"
@@ -297,6 +309,9 @@ def test_arms_of_one_number_of_minibatches_and_one_name_are_told_apart(data):
     marks = {line.get_label(): line for line in drawn.figure.axes[0].lines}
     one, other = marks["GRPO"], marks["GRPO, half the rate"]
     assert one.get_xdata()[0] < 2 < other.get_xdata()[0] and one.get_marker() != other.get_marker()
+    config["arms"]["grpo"]["label"] = "_plain"
+    (legend,) = minibatches(replace(data, config=config, runs=tuple(runs))).figure.legends
+    assert "_plain" in {text.get_text().strip() for text in legend.get_texts()}, "matplotlib leaves out a leading _"
 
 
 def test_sites_of_more_arms_than_are_drawn_are_in_the_table(tmp_path):

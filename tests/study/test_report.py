@@ -128,6 +128,13 @@ def test_intervals_of_the_table_are_of_the_runs_that_have_a_reward(tmp_path):
     assert "Bars and bands: the range of the 5 seeds, which is no confidence interval." in render_report(begun, [])
 
 
+def test_a_seed_without_a_reward_has_a_dash_in_the_table(folder):
+    data = load(folder)
+    rewards = data.rollouts["reward"].mask((data.rollouts["arm"] == "grpo") & (data.rollouts["seed"] == 1))
+    page = render_report(replace(data, rollouts=data.rollouts.assign(reward=rewards)), [])
+    assert re.search(r'class="[^"]*seeds[^"]*">0\.\d{3}, –, 0\.\d{3}<', page)
+
+
 def test_arms_of_a_seed_that_began_from_other_weights_are_a_limit(folder):
     data = load(folder)
 

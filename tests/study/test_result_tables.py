@@ -106,6 +106,23 @@ def test_seeds_without_a_value_are_not_counted_for_its_interval():
     assert (row["n"], row["partly"], row["partly_n"]) == (4, 1.5, 2) and "whole_n" not in row
 
 
+@pytest.mark.filterwarnings("error")
+def test_loads_that_were_never_finite_give_no_number_and_no_warning(tmp_path):
+    for arm, load_of_sites in (("a", [None, None]), ("b", [1.0, None])):
+        update = {"kind": "update", "step": 0, "update": 1, "max_vio": 0.5}
+        probe = {"kind": "probe", "step": 0, "update": 1, "site_max_vio": load_of_sites}
+        write_rows(tmp_path / arm / "seed0", [update, probe], {})
+    table = result_tables(load(tmp_path))["balance"].set_index("arm")["max_vio"]
+    assert np.isnan(table["a"]) and table["b"] == 1.0
+
+
+@pytest.mark.filterwarnings("error")
+def test_rates_without_a_denominator_are_unknown_without_a_warning(tmp_path):
+    counts = {f"{unit}s{part}": 0 for unit in ("slot", "site", "token") for part in ("", "_changed")}
+    write_rows(tmp_path / "a" / "seed0", [{"kind": "probe", "step": 0, "update": 1, **counts}], {})
+    assert result_tables(load(tmp_path))["change_rates"]["slot"].isna().all()
+
+
 def test_predictions_are_a_ratio_of_sums_over_updates_and_a_geometric_mean_over_seeds(tmp_path):
     """Of seed 0 (1 + 8) / (2 + 1) = 3 in all steps, 1/2 in the first ten, 8 later; seed 1 has a quarter of it."""
     for arm, seed, factor in (("grpo", 0, 0.0), ("pr2", 0, 1.0), ("pr2", 1, 0.25)):

@@ -180,6 +180,18 @@ def test_the_end_of_a_run_without_step_times_is_seen_with_the_tokens_that_it_sto
         browser.wait("!!document.querySelector('.tv-detail h4')")
 
 
+def test_curves_of_a_run_without_rewards_reach_its_last_step(browser, tmp_path):
+    run = RunWriter(tmp_path, arm="mine")
+    for step in range(30):
+        run.update(step, 1, grad_norm=1.0 + step)
+    with serving(tmp_path) as address:
+        browser.open(address)
+        browser.wait("document.querySelectorAll('#chart-grad path').length === 1")
+        ticks = browser.js("[...document.querySelectorAll('#chart-grad text.tick')].map((t) => t.textContent)")
+    assert "20" in ticks
+    run.close()
+
+
 def test_panels_without_data_say_why_and_a_stopped_run_since_when(browser, tmp_path):
     run = RunWriter(tmp_path, arm="mine")
     run.rollout(0, reward=0.5)

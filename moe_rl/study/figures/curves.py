@@ -259,7 +259,8 @@ def curves(
 def curve_frame(
     data: StudyData, tables: Mapping[str, pd.DataFrame], quantity: str = "", geometric: bool = False
 ) -> pd.DataFrame:
-    """Return the numbers of curves: `summarise` of every arm's table, with quantity, condition and arm."""
+    """Return the numbers of curves: `summarise` of every arm's table, with quantity, condition and arm; empty without
+    tables."""
     labels = {"quantity": quantity} if quantity else {}
     parts = [
         summarise(tables[arm], geometric, **labels, condition=each.name, arm=arm)
@@ -267,4 +268,4 @@ def curve_frame(
         for arm in each.arms
         if arm in tables
     ]
-    return pd.concat(parts, ignore_index=True)
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()

@@ -194,7 +194,8 @@ def seeds_words(data: StudyData, runs: Runs, mark: str, counts: Sequence[int] = 
     usual, others = _counts(data, runs)
     words = f"n = {usual} seed{'s' if usual > 1 else ''} per arm"
     if mark and several_kinds(usual, [*(k for _, k in others), *counts]):
-        words = f"n = {usual} in most arms" if others else words
+        numbers = [usual, *(k for _, k in others)]
+        words = f"n = {min(numbers)} to {max(numbers)} seeds" if others else words
         return f"{words}; {mark}: 95 % Student from {FEWEST} seeds on, else their range"
     words += " (fewer or more in some)" if others else ""
     if not mark or usual < 2:

@@ -121,10 +121,13 @@ def arm_looks(data: StudyData, arms: Sequence[str]) -> dict[str, tuple[Look, str
         method = methods[arm]
         twins = [a for a in arms if methods[a] == method]
         look = twin(look_of(method), twins.index(arm))
-        label = str(data.arms.loc[arm, "label"])
-        label = f" {label}" if label.startswith("_") else label  # legends leave out labels that begin with _
-        found[arm] = (look, label)
+        found[arm] = (look, legend_label(str(data.arms.loc[arm, "label"])))
     return found
+
+
+def legend_label(label: str) -> str:
+    """Return a label as a legend needs it: matplotlib leaves out labels that begin with _."""
+    return f" {label}" if label.startswith("_") else label
 
 
 def arm_colour(data: StudyData, arm: str) -> str:

@@ -226,7 +226,7 @@
   function redraw() { drawn = ""; if (study) draw(); }
   function lastStep() {
     let end = 1;
-    for (const run of runs.values()) end = Math.max(end, run.points.reward.xs.at(-1) ?? 0, run.points.heldout.xs.at(-1) ?? 0);
+    for (const run of runs.values()) for (const { xs } of Object.values(run.points)) end = Math.max(end, xs.at(-1) ?? 0);
     return end;
   }
 

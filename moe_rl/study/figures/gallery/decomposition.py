@@ -12,6 +12,7 @@ from moe_rl.study.figures.layout import drawn_arms, short_label
 from moe_rl.study.figures.register import Drawing, figure, need
 from moe_rl.study.figures.style import GREY, PAGE, log_y, panels
 from moe_rl.study.summary import routing_noise
+from moe_rl.study.words import count
 
 PARTS = {"weight": "#3B3B3B", "routing": "#B2478F", "interaction": "#C9C9C9"}
 LEVELS = ("token", "sequence")
@@ -71,7 +72,12 @@ def decomposition(data: StudyData) -> Drawing:
     noise = noise.rename(columns={"variance": "geometric_mean_variance"}).assign(part="routing")
     table = shares.merge(noise, how="left", on=["arm", "seed", "update", "level", "part"])
     left = shares["arm"].nunique() - len(arms)
-    return Drawing(drawn, table, f"{left} more arms are in the table." if left > 0 else "")
+    return Drawing(drawn, table, left_out(left))
+
+
+def left_out(arms: int) -> str:
+    """Return the sentence of a caption on the number of arms that are not drawn; empty if all are."""
+    return f"{count(arms, 'more arm')} {'is' if arms == 1 else 'are'} in the table." if arms else ""
 
 
 def share_table(data: StudyData) -> pd.DataFrame:

@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.patches import Patch
 
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.gallery.decomposition import PARTS
+from moe_rl.study.figures.gallery.decomposition import PARTS, left_out
 from moe_rl.study.figures.layout import drawn_arms, short_label, wrapped_panels
 from moe_rl.study.figures.register import Drawing, figure, need
 from moe_rl.study.figures.routing import short_sites, site_ticks
@@ -53,7 +53,7 @@ def decomposition_by_site(data: StudyData) -> Drawing:
     ]
     drawn.legend(handles=handles, loc="outside upper left", ncols=2, borderaxespad=0.3)
     left = table["arm"].nunique() - len(arms)
-    return Drawing(drawn, table, f"Sites: {common}." + (f" {left} more arms are in the table." if left > 0 else ""))
+    return Drawing(drawn, table, f"Sites: {common}. {left_out(left)}".strip())
 
 
 def site_table(data: StudyData) -> pd.DataFrame:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from moe_rl.settings import at
-from moe_rl.study.data import StudyData
+from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.figures.register import Drawing, figure, runs_in
 from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, log_y, panels, plain
 from moe_rl.study.folders import section
@@ -94,12 +94,15 @@ def size_rows(data: StudyData) -> tuple[pd.DataFrame, list[str]]:
     equal = rewards[(rewards >= low) & (rewards <= high)].index
     probes = last_updates(data.probes).set_index(["arm", "seed", "step"])
     kept = probes[probes.index.isin(equal)].reset_index()
+    rates = {
+        f"{unit}_change": pooled_rate(kept, f"{unit}s_changed", f"{unit}s", ["arm", "seed"])
+        for unit in ("slot", "site", "token")
+        if {f"{unit}s_changed", f"{unit}s"} <= set(kept)
+    }
     found = []
     for (arm, seed), part in kept.groupby(["arm", "seed"], sort=False):
         row: dict[str, Any] = {"arm": arm, "seed": seed, **sizes.get(str(arm), {}), "steps": part["step"].nunique()}
-        for unit in ("slot", "site", "token"):
-            if f"{unit}s_changed" in part:
-                row[f"{unit}_change"] = part[f"{unit}s_changed"].sum() / part[f"{unit}s"].sum()
+        row |= {name: rate.get((arm, seed)) for name, rate in rates.items()}
         if row.get("site_change", 0) > 0 and row.get("token_change", 1) < 1:
             # 1 - token change = (1 - site change) ^ independent sites
             row["independent_sites"] = np.log1p(-row["token_change"]) / np.log1p(-row["site_change"])

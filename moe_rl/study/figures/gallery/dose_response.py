@@ -11,7 +11,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.figures.floor import draw_across, floor_note
 from moe_rl.study.figures.layout import drawn_arms, headroom
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, look_of, panels
+from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, legend_label, log_y, look_of, panels
 from moe_rl.study.outcomes import reward_names, run_outcomes
 from moe_rl.study.statistics import seed_interval
 from moe_rl.study.summary import in_run_variance, noise_floor
@@ -104,7 +104,17 @@ def draw_marks(ax: Axes, table: pd.DataFrame, seeds: pd.DataFrame, x: str, y: st
     ax.plot(seeds[x], seeds[y], look.marker, ls="", color=look.colour, ms=2.4, alpha=0.45, mew=0)
     known = table[np.isfinite(table["low"])]
     ax.vlines(known[x], known["low"], known["high"], colors=look.colour, linewidths=2.4, alpha=0.35)
-    ax.plot(table[x], table["mean"], look.marker, ls="", color=look.colour, mec="white", ms=6, label=label, zorder=3)
+    ax.plot(
+        table[x],
+        table["mean"],
+        look.marker,
+        ls="",
+        color=look.colour,
+        mec="white",
+        ms=6,
+        label=legend_label(label),
+        zorder=3,
+    )
 
 
 def method_label(data: StudyData, method: str) -> str:

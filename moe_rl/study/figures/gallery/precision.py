@@ -8,7 +8,7 @@ from moe_rl.settings import at
 from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.figures.curves import draw_seeds, seed_tables, summarise
 from moe_rl.study.figures.register import Drawing, figure, runs_in
-from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, panels, step_axis
+from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, legend_label, log_y, panels, step_axis
 from moe_rl.study.folders import section
 from moe_rl.study.statistics import seed_interval
 
@@ -62,7 +62,8 @@ def precision(data: StudyData) -> Drawing:
             if shown.empty:
                 continue
             (table,) = seed_tables(shown, "step", column).values()
-            draw_seeds(ax, table, look, str(data.arms.loc[arm, "label"]), thin=False, scale=scale, geometric=geometric)
+            label = legend_label(str(data.arms.loc[arm, "label"]))
+            draw_seeds(ax, table, look, label, thin=False, scale=scale, geometric=geometric)
             parts.append(summarise(table, geometric=geometric, arm=arm, quantity=column))
     for ax, (label, _) in zip(axes, PANELS.values(), strict=True):
         ax.set_ylabel(label)
