@@ -188,6 +188,13 @@ def _lines_joined() -> Iterator[None]:
         reader.parse_from_object = read
 
 
+def _path(word: str) -> Path:
+    """Return the path that `word` names. Raises ValueError for an empty one, which Path takes for this folder."""
+    if not word:
+        raise ValueError("a path is needed, and '' is none (an unset variable of the shell?); say . for this folder")
+    return Path(word).expanduser()
+
+
 def _custom_types() -> Any:
     """Return a tyro registry with rules for two types: engine corrections, written as --method.corrections
     token_mask:0.5:5 token_truncate:2, and paths, in which `~` is expanded because the shell leaves it alone in
@@ -202,7 +209,7 @@ def _custom_types() -> Any:
         if getattr(kind, "__name__", "") == "Correction":  # compared by name, so that no torch is imported here
             metavar, made = "KIND:[LOW:]HIGH", kind.parse
         elif kind is Path:
-            metavar, made = "PATH", lambda word: Path(word).expanduser()
+            metavar, made = "PATH", _path
         else:
             return None
         return tyro.constructors.PrimitiveConstructorSpec(

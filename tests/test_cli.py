@@ -312,6 +312,8 @@ def test_a_vllm_that_another_machine_lends_serves_one_run_at_a_time(study, monke
         (["run", "micro.yaml", "--arm", "grpo", "--optim.num-minibatches", "3"], "must divide rollout.prompts"),
         (["run", "micro.yaml", "--arm", "grpo", "--task.name", "mod_chian"], "did you mean 'mod_chain'"),
         (["run", "micro.yaml", "--arm", "grpo", "--model.path", "no/such/folder"], "no/such/folder"),
+        (["run", "micro.yaml", "--arm", "grpo", "--output", ""], "'' is none"),
+        (["study", "micro.yaml", "--cold-starts="], "'' is none"),
         (["figures", "nowhere"], "nowhere"),
         (["figures", "nowhere", "rewrd"], "unknown figure 'rewrd'; did you mean 'reward'? (figures: final_reward, "),
         (["study", "micro.yaml", "--seed", "1"], "the seeds of a study are given by --seeds"),

@@ -82,15 +82,17 @@ def inspect_machine() -> Machine:
 def planned(devices: int | None, memory: float | None) -> Machine:
     """Return this machine, or as it would be with so many devices, of so many GB.
 
-    Raises ValueError: fewer than one device, or devices without memory.
+    Raises ValueError: fewer than one device, more than a million, or devices without memory.
     """
     here = inspect_machine()
     if devices is None and memory is None:
         return here
     count = len(here.devices) if devices is None else devices
     size = here.device_bytes if memory is None else memory * 1e9
-    if count < 1 or not 1 <= size < math.inf:
-        raise ValueError(f"doctor: at least 1 device with some memory, got {count} with {size / 1e9:g} GB")
+    if not 1 <= count <= 1_000_000 or not 1 <= size < math.inf:
+        raise ValueError(
+            f"doctor: at least 1 device with some memory, at most a million of them, got {count} with {size / 1e9:g} GB"
+        )
     kind = here.accelerator if memory is None else "planned"
     names, asked = ("planned device",) * count, devices is not None
     bf16 = here.bf16 if memory is None else True  # more of the same devices compute what these do

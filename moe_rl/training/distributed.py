@@ -197,7 +197,8 @@ class Group(Ranks):
         return joined.to(own.device).view(own.dtype).reshape(count, *own.shape[1:])
 
     def gather_routes(self, own: RoutedExperts, count: int) -> RoutedExperts:
-        tokens = None if own.tokens is None else self.gather(own.tokens, count)
+        # `_tokens`, because `tokens` does not say which of them the attention mask hid
+        tokens = None if own._tokens is None else self.gather(own._tokens, count)
         return own._with(self.gather(own.packed, count), tokens)
 
     def sums(self, *own: float | int) -> tuple[float | int, ...]:

@@ -1,6 +1,7 @@
 """Memory from shapes: known counts, states by arithmetic, activations against what autograd keeps; the report."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from importlib.metadata import version
@@ -391,6 +392,6 @@ def test_planning_for_another_machine():
     assert planned(None, None).devices == inspect_machine().devices
     there = planned(8, 141.0)
     assert len(there.devices) == 8 and there.device_bytes == 141 * 10**9 and there.accelerator == "planned"
-    for devices, memory in ((0, None), (0, 80.0), (8, 0.0), (-1, None), (1, float("nan")), (8, float("inf"))):
+    for devices, memory in ((0, None), (0, 80.0), (8, 0.0), (-1, None), (1, math.nan), (8, math.inf), (10**17, 80.0)):
         with pytest.raises(ValueError, match="at least 1 device with some memory"):
             planned(devices, memory)

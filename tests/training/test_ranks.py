@@ -22,6 +22,7 @@ from moe_rl.policy.models import ModelConfig
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import EngineConfig, EngineError, gathered
+from moe_rl.routing import RoutedExperts
 from moe_rl.study.run import run_one
 from moe_rl.training import EvalConfig, MethodConfig, ProbeConfig, begin, resume, run, setup, sharding
 from moe_rl.training.config import DistributedConfig, RewardConfig
@@ -343,6 +344,15 @@ def test_shares_are_consecutive_and_cover_everything():
     two = SimpleNamespace(size=2, rank=1, share=lambda count, rank: range(count // 2))
     with pytest.raises(DistributedError, match="rank 1 has 3 rows to gather; its share is 2"):
         Group.gather(two, torch.zeros(3), 4)
+
+
+def test_gathered_routes_know_which_padding_the_mask_hid():
+    """Else a replay whose attention mask was forgotten would pass on several ranks alone."""
+    ids, tokens = torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.tensor([[-2, 5, 6]], dtype=torch.int32)
+    own = RoutedExperts._trusted(ids, ("a", "b"), (4, 4), tokens=tokens)
+    found = Group.gather_routes(SimpleNamespace(gather=lambda part, count: part), own, 1)
+    assert found.attended.tolist() == own.attended.tolist() == [[False, True, True]]
+    assert found.tokens.tolist() == [[0, 5, 6]]
 
 
 def test_a_norm_that_is_not_finite_clips_nothing():
