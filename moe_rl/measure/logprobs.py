@@ -10,7 +10,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -26,7 +26,7 @@ from moe_rl.measure.other_heads import PASSING_ON, ROUTING_HOOKS, hindrance, log
 from moe_rl.measure.packed_rows import refuse_leak
 from moe_rl.measure.shared_prompts import SharedPrompts, packed
 from moe_rl.objectives.ratios import as_bool_mask, check_shapes
-from moe_rl.routing import find_sites
+from moe_rl.routing import RoutingSite, UnsupportedModelError, find_sites
 
 
 @dataclass(frozen=True)
@@ -150,17 +150,17 @@ def token_logps(
     inputs |= {"output_router_logits": True} if aux_loss or router_logits else {}
     inputs |= {"use_cache": False, "return_dict": True}
 
-    treatment, ran = head_treatment(model, lm), list[int]()
+    treatment = head_treatment(model, lm)
     if isinstance(treatment, LogitMap):
 
         def reduce(states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
             return threaded_head_logps(states, weight, targets, bias, treatment, temperature, entropy, chunk_size)
 
-        with _order_of_routers(lm, ran) if router_logits else nullcontext():
+        with _order_of_routers(lm) if router_logits and lm not in _ROUTER_ORDER else nullcontext():
             outputs, logps, entropies = _through_head(model, lm.get_output_embeddings(), inputs, predicting, reduce)
     else:
         warn_once(f"{type(lm).__name__}: {treatment}; its log-probabilities are taken from whole logits")
-        with _order_of_routers(lm, ran) if router_logits else nullcontext():
+        with _order_of_routers(lm) if router_logits and lm not in _ROUTER_ORDER else nullcontext():
             outputs, logps, entropies = whole_logits_logps(model, lm, inputs, predicting, targets, temperature, entropy)
 
     if aux_loss and not isinstance(outputs.get("aux_loss"), Tensor):
@@ -170,8 +170,9 @@ def token_logps(
         return values.new_zeros(B * T).scatter(0, token, values).view(B, T)
 
     found = outputs.router_logits if aux_loss or router_logits else None
-    if found is not None and len(ran) == len(found):
-        found = tuple(logits for _, logits in sorted(zip(ran, found, strict=True), key=lambda pair: pair[0]))
+    order = _ROUTER_ORDER.get(lm, [])
+    if found is not None and len(order) == len(found):
+        found = tuple(logits for _, logits in sorted(zip(order, found, strict=True), key=lambda pair: pair[0]))
     return TokenLogps(
         logps=aligned(logps),
         entropy=None if entropies is None else aligned(entropies),
@@ -180,16 +181,25 @@ def token_logps(
     )
 
 
+_ROUTER_ORDER: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()
+"""Model -> its routing sites in the order of running, which is that of the router logits that it returns. It is not
+always that of the sites: JetMoE holds its MLP before the attention that runs first."""
+
+
 @contextmanager
-def _order_of_routers(lm: PreTrainedModel, ran: list[int]) -> Iterator[None]:
-    """Context manager: append the number of each routing site that runs to `ran`. Models return router logits in this
-    order, which is not always that of the sites: JetMoE holds its MLP before the attention that runs first."""
+def _order_of_routers(lm: PreTrainedModel) -> Iterator[None]:
+    """Context manager: keep in `_ROUTER_ORDER` the order in which the routing sites run in one forward."""
+    ran: list[int] = []
     with ExitStack() as stack:
-        for index, site in enumerate(find_sites(lm)):
+        sites: tuple[RoutingSite, ...] = ()
+        with suppress(UnsupportedModelError):  # a model whose routers are unknown keeps its own order
+            sites = tuple(find_sites(lm))
+        for index, site in enumerate(sites):
             for module in site.modules:
                 handle = module.register_forward_hook(lambda *_, index=index: ran.append(index))
                 stack.callback(handle.remove)
         yield
+    _ROUTER_ORDER[lm] = ran
 
 
 def _through_head(
