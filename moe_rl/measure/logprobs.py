@@ -26,7 +26,7 @@ from moe_rl.measure.other_heads import PASSING_ON, ROUTING_HOOKS, hindrance, log
 from moe_rl.measure.packed_rows import refuse_leak
 from moe_rl.measure.shared_prompts import SharedPrompts, packed
 from moe_rl.objectives.ratios import as_bool_mask, check_shapes
-from moe_rl.routing import RoutingSite, UnsupportedModelError, find_sites
+from moe_rl.routing import UnsupportedModelError, find_sites
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,11 @@ def _order_of_routers(lm: PreTrainedModel) -> Iterator[None]:
     """Context manager: keep in `_ROUTER_ORDER` the order in which the routing sites run in one forward."""
     ran: list[int] = []
     with ExitStack() as stack:
-        sites: tuple[RoutingSite, ...] = ()
         with suppress(UnsupportedModelError):  # a model whose routers are unknown keeps its own order
-            sites = tuple(find_sites(lm))
-        for index, site in enumerate(sites):
-            for module in site.modules:
-                handle = module.register_forward_hook(lambda *_, index=index: ran.append(index))
-                stack.callback(handle.remove)
+            for index, site in enumerate(find_sites(lm)):
+                for module in site.modules:
+                    handle = module.register_forward_hook(lambda *_, index=index: ran.append(index))
+                    stack.callback(handle.remove)
         yield
     _ROUTER_ORDER[lm] = ran
 
