@@ -13,7 +13,7 @@ UPDATES = {"median": "gradient norm,\nmedian update", "max": "gradient norm,\nla
     caption="Global L2 norm of the gradient before it is clipped: the median and the largest of all updates of a run; "
     "log axes. Dots below: runs; above: their geometric mean. Updates without a gradient are left out.",
     needs={"updates": ["grad_norm"]},
-    rank=195,
+    rank=192,
 )
 def gradient_peaks(data: StudyData) -> Drawing:
     rows = data.updates[data.updates["grad_norm"] > 0]
