@@ -18,6 +18,7 @@ from moe_rl.study.figures import (
     expert_change,
     final_reward,
     gradient_norm,
+    gradient_peaks,
     minibatches,
     ratio_variance,
     reward,
@@ -25,6 +26,7 @@ from moe_rl.study.figures import (
     variance_by_flips,
     variance_factors,
 )
+from moe_rl.study.figures.gallery.decomposition import left_out
 from moe_rl.study.figures.gallery.dose_response import method_label
 from moe_rl.study.figures.gallery.variance_by_flips import predictor_flips
 from moe_rl.study.figures.layout import shown
@@ -306,6 +308,22 @@ def test_n_counts_the_arms_that_are_drawn_and_no_others(data):
     drawn = Drawing(Figure(), data.rollouts, runs=only)
     one = replace(variance_factors, draw=lambda data: drawn)
     assert "n = 1 seed per arm" in one(data).caption, "a run that lacks what the figure needs is not counted"
+
+
+def test_a_runs_peak_is_its_largest_update_and_updates_without_a_gradient_have_no_part_in_its_median(data):
+    updates = data.updates.copy()
+    one = (updates["arm"] == "grpo") & (updates["seed"] == 1)
+    norms = np.linspace(0.5, 2.0, one.sum())
+    norms[0], norms[3], norms[5] = 0.0, 1000.0, np.nan
+    updates.loc[one, "grad_norm"] = norms
+    frame = gradient_peaks(replace(data, updates=updates)).frame.query("arm == 'grpo'")
+    assert list(frame["seed1"]) == [pytest.approx(np.nanmedian(norms[norms != 0])), 1000.0]
+    others = updates.query("arm == 'grpo' and seed == 2")["grad_norm"]
+    assert list(frame["seed2"]) == pytest.approx([others.median(), others.max()])
+
+
+def test_arms_that_are_left_to_the_table_are_counted():
+    assert [*map(left_out, (0, 1, 2))] == ["", "1 more arm is in the table.", "2 more arms are in the table."]
 
 
 def test_thin_lines_are_explained_where_they_are_drawn(data):

@@ -23,7 +23,6 @@ from moe_rl.study.figures import (
     gradient_bias,
     look_of,
 )
-from moe_rl.study.figures.gallery.decomposition import left_out
 from moe_rl.study.figures.gallery.design_effect import design_effects
 from moe_rl.study.result_tables import result_tables
 from moe_rl.study.results import markdown
@@ -299,18 +298,6 @@ def test_no_gradient_at_all_is_no_empty_axis(data, name):
         FIGURES[name](replace(data, updates=data.updates.assign(grad_norm=0.0)))
 
 
-def test_a_runs_peak_is_its_largest_update_and_updates_without_a_gradient_have_no_part_in_its_median(data):
-    updates = data.updates.copy()
-    one = (updates["arm"] == "grpo") & (updates["seed"] == 1)
-    norms = np.linspace(0.5, 2.0, one.sum())
-    norms[0], norms[3], norms[5] = 0.0, 1000.0, np.nan
-    updates.loc[one, "grad_norm"] = norms
-    frame = FIGURES["gradient_peaks"](replace(data, updates=updates)).frame.query("arm == 'grpo'")
-    assert list(frame["seed1"]) == [pytest.approx(np.nanmedian(norms[norms != 0])), 1000.0]
-    others = updates.query("arm == 'grpo' and seed == 2")["grad_norm"]
-    assert list(frame["seed2"]) == pytest.approx([others.median(), others.max()])
-
-
 def test_routing_noise_is_compared_by_geometric_mean_and_seed(split):
     rows = split.decompositions
     rows = rows[rows["arm"].isin(["grpo", "gspo"])].copy()
@@ -352,10 +339,6 @@ def test_an_arm_with_one_update_per_step_has_a_variance_too(data):
     assert len(one) and found["token"].loc[one.index].tolist() == one.tolist()
     rest = found.drop(index="gspo")
     assert rest.equals(in_run_variance(data).set_index(["arm", "seed", "step"]).drop(index="gspo"))
-
-
-def test_arms_that_are_left_to_the_table_are_counted():
-    assert [*map(left_out, (0, 1, 2))] == ["", "1 more arm is in the table.", "2 more arms are in the table."]
 
 
 def test_shares_of_sites_are_pooled_by_the_size_of_the_effect(split):
