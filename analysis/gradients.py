@@ -1,9 +1,10 @@
-"""Largest gradient norm of a run, with a method over without (question 2):  python analysis/gradients.py DIR
+"""Largest gradient norm of a run, with a method over without (question 9):  python analysis/gradients.py DIR
 
 Reads the committed tables of docs/results, so that it needs no runs. Compared are all pairs of arms of all studies that
-differ in replay alone, and GRPO with GSPO where all else is the same. The ratio of a pair is a geometric mean over
-seeds; a seed counts once, as the mean of the logarithms of its roundings and repetitions. Draws DIR/gradients.pdf,
-.svg, .png, writes what is drawn beside them as CSV, and the tests that studies declare as DIR/declared.csv.
+differ in replay alone, and GRPO with GSPO or dual clip where all else is the same. The ratio of a pair is a geometric
+mean over seeds; a seed counts once, as the mean of the logarithms of its roundings and repetitions. Draws
+DIR/gradients.pdf, .svg, .png, writes what is drawn beside them as CSV, and the tests that studies declare as
+DIR/declared.csv.
 """
 
 import argparse

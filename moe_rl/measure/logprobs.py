@@ -151,16 +151,17 @@ def token_logps(
     inputs |= {"use_cache": False, "return_dict": True}
 
     treatment = head_treatment(model, lm)
+    watched = partial(_order_of_routers, lm) if router_logits and lm not in _ROUTER_ORDER else nullcontext
     if isinstance(treatment, LogitMap):
 
         def reduce(states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
             return threaded_head_logps(states, weight, targets, bias, treatment, temperature, entropy, chunk_size)
 
-        with _order_of_routers(lm) if router_logits and lm not in _ROUTER_ORDER else nullcontext():
+        with watched():
             outputs, logps, entropies = _through_head(model, lm.get_output_embeddings(), inputs, predicting, reduce)
     else:
         warn_once(f"{type(lm).__name__}: {treatment}; its log-probabilities are taken from whole logits")
-        with _order_of_routers(lm) if router_logits and lm not in _ROUTER_ORDER else nullcontext():
+        with watched():
             outputs, logps, entropies = whole_logits_logps(model, lm, inputs, predicting, targets, temperature, entropy)
 
     if aux_loss and not isinstance(outputs.get("aux_loss"), Tensor):

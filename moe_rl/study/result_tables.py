@@ -231,8 +231,9 @@ def update_outcomes(data: StudyData) -> pd.DataFrame:
     """Return one row per run with the share of clipped tokens and the gradient norms of its updates.
 
     `clipped`: share of the tokens of all updates that the clip took out of the gradient; `clipped_low`: share of these
-    at the lower end of the clip range (NaN without any); `grad_norm` (median), `grad_norm_largest`; `ratio_at_peak`,
-    the largest ratio of a token in the update of the largest norm. With predicted routes: `predictor_kl` and
+    at the lower end of the clip range (NaN without any), `clipped_high`: at the upper end, the rest is above the
+    ceiling of dual clip; `grad_norm` (median), `grad_norm_largest`; `ratio_at_peak`, the largest ratio of a token in
+    the update of the largest norm. With predicted routes: `predictor_kl` and
     `predictor_kl_unmoved` (means). With engine corrections: `correction_weight`, the mean weight of a token over
     updates, and `correction_dropped` and `correction_truncated`, shares of all updates' tokens.
     """
@@ -242,6 +243,8 @@ def update_outcomes(data: StudyData) -> pd.DataFrame:
     if {"tokens", "clipped_tokens", "clipped_low_tokens"} <= set(rows):
         found.insert(0, "clipped", pooled_rate(rows, "clipped_tokens", "tokens", keys))
         found.insert(1, "clipped_low", pooled_rate(rows, "clipped_low_tokens", "clipped_tokens", keys))
+    if {"clipped_tokens", "clipped_high_tokens"} <= set(rows):
+        found["clipped_high"] = pooled_rate(rows, "clipped_high_tokens", "clipped_tokens", keys)
     if "probs_ratio_max" in rows:
         peaks = rows.sort_values("grad_norm", na_position="first").drop_duplicates(keys, keep="last").set_index(keys)
         found["ratio_at_peak"] = peaks["probs_ratio_max"]
