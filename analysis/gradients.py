@@ -32,6 +32,8 @@ OBJECTIVE = {"method.objective", "method.clip_low", "method.clip_high"}
 DECLARED = {
     "dual_clip": [("replay", "grpo"), ("dual", "grpo"), ("dual", "replay"), ("replay_dual", "replay")],
     "dual_clip_noise": [("dual", "grpo"), ("dual_noise02", "grpo_noise02"), ("dual_noise05", "grpo_noise05")],
+    "dual_clip_causes": [(f"dual_{cause}", f"grpo_{cause}") for cause in ("fast", "bias", "partial", "lag", "int4")],
+    "dual_clip_tasks": [(f"dual_{task}", f"grpo_{task}") for task in ("sort", "add", "reverse")],
 }
 """Study -> the pairs of arms whose largest gradients the study declares to compare."""
 FEWEST = 6  # seeds of a pair: below that there is no Student interval
