@@ -90,7 +90,7 @@ class RunWriter:
         defaults: Mapping[str, Any] | None = None,
         free: Collection[str] = (),
     ):
-        self.folder = _run_folder(Path(folder).expanduser(), arm, seed)
+        self.folder = _run_folder(folder, arm, seed)
         self._metrics, self._started = self.folder / "metrics.jsonl", time.time()
         self._failure = run_place(self.folder).parent.parent / "logs" / f"{arm}_seed{seed}.log"
         self._seen: set[tuple[Any, ...]] = set()
@@ -344,8 +344,14 @@ class RunWriter:
             write_atomic(path, text)
 
 
-def _run_folder(folder: Path, arm: str, seed: SupportsIndex) -> Path:
+def _run_folder(given: str | os.PathLike[str], arm: str, seed: SupportsIndex) -> Path:
     """Return the run's folder. Raises RunFolderError for an arm, a seed or a folder that cannot be right."""
+    if not os.fspath(given):
+        raise RunFolderError("folder: '' would be the current folder; name one, or give '.' for it")
+    folder = Path(given).expanduser()
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise RunFolderError(f"{folder}: a folder is needed there, and {place} is a file. Name another folder.")
     if not isinstance(arm, str) or not re.fullmatch(r"\w[\w.+=-]*", arm):
         raise RunFolderError(f"arm {arm!r}: a folder is named so; use text of letters, digits, and . _ - + =")
     refusal = arm_refusal(arm)

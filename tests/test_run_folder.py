@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,7 @@ import pytest
 import torch
 
 from moe_rl.files import InUseError
-from moe_rl.measure.catalogue import CATALOGUE, find
-from moe_rl.run_rows import ROWS, RunFolderError
+from moe_rl.run_rows import RunFolderError
 from moe_rl.study import RunWriter, load
 from moe_rl.study.comparing import comparisons
 from moe_rl.study.figures import FIGURES, NothingToDraw
@@ -19,7 +17,6 @@ from moe_rl.study.live import LiveStudy
 from moe_rl.study.result_tables import result_tables
 from moe_rl.study.token_view import TokenStep
 
-PAGE = (Path(__file__).parent.parent / "docs" / "run_folder.md").read_text()
 SETTINGS = {"objective": "grpo", "replay": "R2", "label": "TRL, replayed", "optim": {"steps": 3}}
 
 
@@ -96,6 +93,17 @@ def test_the_path_of_the_run_itself_is_taken_as_it_is_and_must_agree(tmp_path):
     for arm in ("study.yaml", "report.html", "logs", "figures", "config.yaml", "metrics.jsonl", "rounding_avx2"):
         with pytest.raises(RunFolderError, match=f"arm '{arm}': in a study's folder that name is something else's"):
             RunWriter(tmp_path, arm=arm)
+
+
+def test_a_folder_that_cannot_be_one_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").write_text("")
+    for folder in (tmp_path / "notes", tmp_path / "notes" / "deeper", Path("notes")):
+        with pytest.raises(RunFolderError, match=r"a folder is needed there, and .*notes is a file"):
+            RunWriter(folder, arm="mine")
+    with pytest.raises(RunFolderError, match="'' would be the current folder"):
+        RunWriter("", arm="mine")
+    assert [p.name for p in tmp_path.iterdir()] == ["notes"]
 
 
 def test_what_is_not_finite_is_null_and_no_row_is_lost_for_it(tmp_path):
@@ -354,40 +362,6 @@ def test_tokens_are_kept_for_the_views_of_tokens(tmp_path):
     view = TokenStep(run.folder, 4)
     assert [response["changed"] for response in view.index()["responses"]] == [2, 1]
     assert view.response(1, 1)["old_logp"] == [None] and view.response(0, 1)["text"] == ["⟨5⟩", "⟨6⟩"]
-
-
-# -- the page ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_page_names_every_kind_of_row_its_keys_and_only_metrics_that_exist():
-    table = dict(
-        re.findall(
-            r"^\| `(\w+)` \| ([^|]*) \|", PAGE[PAGE.index("## Rows") : PAGE.index("## What figures need")], re.MULTILINE
-        )
-    )
-    named = {kind: tuple(re.findall(r"`(\w+)`", keys)) for kind, keys in table.items() if kind in ROWS}
-    assert named == {kind: ("step", *keys) for kind, keys in ROWS.items()}
-    for kind, name in re.findall(r"`(\w+)\.(\w+)`", PAGE):
-        assert kind not in CATALOGUE or find(kind, name), f"{kind}.{name}"
-
-
-def test_the_page_says_what_figures_need():
-    section = PAGE.split("## What figures need")[1].split("\n## ")[0]
-    told = re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.MULTILINE)
-    assert {name for name, _ in told} == {name for name, figure in FIGURES.items() if figure.needs}
-    for name, needs in told:
-        columns = FIGURES[name].needs.items()
-        assert needs == "; ".join(f"{table}: {', '.join(f'`{c}`' for c in names)}" for table, names in columns), name
-
-
-def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
-    exec(compile(code, "docs/run_folder.md", "exec"), {})
-    data = load(tmp_path / "runs" / "mine")
-    assert data.unfinished == []
-    assert (data.probes["slots_changed"] > 0).all()
-    assert {"k3", "grad_norm", "trl/kl"} <= set(data.updates)
 
 
 def test_a_run_folder_that_is_a_link_to_elsewhere_is_the_run(tmp_path):

@@ -49,8 +49,8 @@ def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
 
     Raises DriftError: no such file or model, tokens that the model does not have, options out of range."""
     check_least(options, batch_size=1, max_sequences=1, max_tokens=1, pad_token_id=0)
-    if not 0 < options.temperature < float("inf"):
-        raise DriftError(f"--temperature: a positive number, got {options.temperature:g}")
+    if not 0.01 <= options.temperature < float("inf"):
+        raise DriftError(f"--temperature: a number of at least 0.01, got {options.temperature:g}")
     device = check_device(options.device)
     model, K = _loaded(options, device)
     likely = {len(routing_sites(model)), int(getattr(model.config.get_text_config(), "num_hidden_layers", 0))}

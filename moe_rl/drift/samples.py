@@ -39,8 +39,8 @@ def check_sampling(options: DriftOptions, text: Text, output: Path) -> None:
         )
     if options.device is not None and str(options.device).startswith("mps"):
         raise DriftError("--sample: mps has no float64, which sampling draws with; take --device cpu")
-    if not 0 <= options.temperature < float("inf"):
-        raise DriftError(f"--temperature: 0 (greedy) or a positive number, got {options.temperature}")
+    if options.temperature != 0 and not 0.01 <= options.temperature < float("inf"):
+        raise DriftError(f"--temperature: 0 (greedy) or a number of at least 0.01, got {options.temperature}")
     for _ in text.questions(options.max_new_tokens):
         pass
 

@@ -214,6 +214,8 @@ def _load(path: str, config: ModelConfig, weights: bool = True) -> tuple[Any, An
 def check_path(path: str) -> str:
     """Return a model's path as transformers takes it: a folder in hub format (for a run's folder, that of its
     checkpoint) or a hub id. Raises ModelError for any other path."""
+    if not path:
+        raise ModelError("model.path: '' names no model; leave it out for the tiny policy, or name a folder or hub id")
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file() and (folder / "checkpoint" / "config.json").is_file():

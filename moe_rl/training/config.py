@@ -5,11 +5,11 @@ which the report then lists). The types state the allowed numbers and names (`mo
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from moe_rl.objectives import Correction
 from moe_rl.objectives.advantages import Scale
-from moe_rl.objectives.bounds import BelowOne, Count, Fraction, NotNegative, Positive, Seed, Whole
+from moe_rl.objectives.bounds import BelowOne, Count, Fraction, NotNegative, Positive, Range, Seed, Whole
 from moe_rl.objectives.kl import KLEstimator
 from moe_rl.objectives.objective import Advantage, Aggregate, Anchor, RouteWeight
 from moe_rl.objectives.ratios import RatioLevel
@@ -126,8 +126,9 @@ class RolloutConfig:
     """Prompts per step."""
     group_size: Count = 8
     """Responses per prompt (G)."""
-    temperature: Positive = 1.0
-    """Sampling temperature; the policy that is trained is the one at this temperature."""
+    temperature: Annotated[float, Range(0.01)] = 1.0
+    """Sampling temperature; the policy that is trained is the one at this temperature. vLLM samples at 0.01 if it is
+    given less, which is as good as greedy."""
     max_new_tokens: Count | None = None
     """Length limit of a response in tokens; None takes the task's."""
     lag: Whole = 0

@@ -205,7 +205,7 @@ def test_temperature_is_of_both_and_a_gap_beyond_arithmetic_is_not_taken_apart(p
     assert gap.engine["gap_mean"] > 0.5 and "--temperature" in gap.not_replayed
     assert "gap_mean_replayed" not in gap.engine
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(DriftError, match="--temperature: a positive number"):
+        with pytest.raises(DriftError, match=r"--temperature: a number of at least 0.01"):
             checked(CheckOptions(path, place.model, temperature=wrong))
 
 

@@ -202,7 +202,8 @@ def test_what_a_line_asks(tokenizer):
     [
         (["--sample", "0"], "--sample: at least 1, got 0"),
         (["--temperature", "0.5"], "--temperature is of --sample G, which was not given"),
-        (["--sample", "1", "--temperature", "-1"], "--temperature: 0 (greedy) or a positive number, got -1.0"),
+        (["--sample", "1", "--temperature", "-1"], "--temperature: 0 (greedy) or a number of at least 0.01, got -1.0"),
+        (["--sample", "1", "--temperature", "1e-300"], "a number of at least 0.01, got 1e-300"),
         (["--sample", "1", "--max-new-tokens", "61"], "line 1: a prompt of 4 tokens and 61 new ones"),
     ],
 )

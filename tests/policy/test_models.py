@@ -85,6 +85,13 @@ def test_a_folder_that_is_not_there(path):
         load(path)
 
 
+def test_an_empty_path_is_not_the_current_folder(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"model\.path: '' names no model"):
+        load("")
+
+
 def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(monkeypatch, tmp_path):
     """transformers would ask for each file six times more, in 23 seconds."""
     from huggingface_hub import constants

@@ -90,6 +90,7 @@ def test_what_is_outside_is_refused_with_field_value_and_range(name):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
+        ("rollout.temperature", 1e-300, "rollout.temperature: expected a finite number of at least 0.01, got 1e-300"),
         ("optim.max_grad_norm", -1.0, "optim.max_grad_norm: expected a finite number above 0, got -1.0"),
         ("keep_policy_every", -1, "keep_policy_every: expected a whole number of at least 0, got -1"),
         ("checkpoint_every", 0, "checkpoint_every: expected a whole number of at least 1, got 0"),
