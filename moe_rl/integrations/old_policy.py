@@ -96,6 +96,6 @@ def refuse_random(model: nn.Module) -> None:
         raise RoutingError(
             f"{name} has {what} = {amount:g}, drawn anew in every forward: the policy would choose other experts than "
             "it chose a moment ago with the same weights, and nothing that is measured would be of the update. Turn it "
-            "off: disable_dropout=True in the trainer's arguments, lora_dropout=0, or all of it, before the trainer is "
-            "made: from moe_rl.measure.randomness import turn_off_randomness; turn_off_randomness(model)"
+            "off: disable_dropout=True in TRL's arguments, lora_dropout=0, or all of it, before the trainer is made: "
+            "from moe_rl.measure.randomness import turn_off_randomness; turn_off_randomness(model)"
         )

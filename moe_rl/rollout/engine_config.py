@@ -50,8 +50,8 @@ class Engine(Protocol):
 
     An engine may also have:
         slow_sync: True if a sync takes seconds; the test at the start then changes fewer tensors.
-        renewed(): returns the engine itself, made anew from the training model's weights; for an engine beside which no
-            second one can exist.
+        renewed(): returns an engine made anew from the training model's weights, be it this one; for an engine beside
+            which no second one can exist, and on sharded models.
     """
 
     version: int

@@ -127,8 +127,8 @@ class RolloutConfig:
     group_size: Count = 8
     """Responses per prompt (G)."""
     temperature: Annotated[float, Range(0.01)] = 1.0
-    """Sampling temperature; the policy that is trained is the one at this temperature. vLLM samples at 0.01 if it is
-    given less, which is as good as greedy."""
+    """Sampling temperature; the policy that is trained is the one at this temperature. 0.01 is vLLM's lowest, and as
+    good as greedy."""
     max_new_tokens: Count | None = None
     """Length limit of a response in tokens; None takes the task's."""
     lag: Whole = 0
