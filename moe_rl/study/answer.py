@@ -60,7 +60,7 @@ def answer(data: StudyData) -> Answer:
     replay = [p for p in pairs if _methods(data, p) == (REPLAY, NO_REPLAY)]
     gspo = [p for p in pairs if _methods(data, p) in (("gspo", NO_REPLAY), ("gspo", REPLAY))]
     others = [p for p in pairs if p not in replay and p not in gspo]
-    told = [_resolved(data, others)] if others or not pairs else []
+    told = [_resolved(data, others, bool(replay or gspo))] if others or not pairs else []
     named: dict[str, None] = {}  # arms of which an earlier line says how many runs failed
     for question, asked in ((_need, replay), (_without_replay, gspo)):
         if asked:
@@ -167,8 +167,9 @@ def _failures_of(data: StudyData, pairs: Sequence[Pair], named: Collection[str])
     return f"{text}{untold(table)}"
 
 
-def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
-    """Return the line on whether the arms differ, from the comparisons that no other question is about.
+def _resolved(data: StudyData, pairs: Sequence[Pair], more: bool) -> Line:
+    """Return the line on whether the arms differ, from the comparisons that no other question is about (more: there are
+    such questions, in the lines below).
 
     Up to `MOST_NAMED` comparisons are all named. Of more, those told apart or told equal are named if at most
     `MOST_NAMED` are, else the verdicts are counted.
@@ -189,6 +190,7 @@ def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
     verdicts = [pair.result.verdict for pair in pairs]
     apart, equal = sum(pair.result.apart for pair in pairs), verdicts.count(Verdict.EQUIVALENT)
     words = f"{apart} of {count(len(pairs), 'comparison')} told apart" + (f", {equal} told equal" if equal else "")
+    words += " besides those below" if more else ""
     named = [
         f"{_named(data, pair)}: {_difference(pair)}, {pair.result.verdict}"
         for pair in pairs

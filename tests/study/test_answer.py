@@ -1,4 +1,4 @@
-"""The first answer of a study where a difference is resolved, and smaller than what is of interest."""
+"""The first answer of a study: small differences, and comparisons beside those of replay and GSPO."""
 
 from dataclasses import replace
 
@@ -18,3 +18,12 @@ def test_a_small_difference_is_said_with_its_direction(by, word):
     need, without, _ = answer(replace(study, evals=at_start(study, 0.2))).lines
     assert need.answer == f"Replay ended a little {word}"
     assert without.answer == f"Ended a little {word} than GRPO"
+
+
+def test_comparisons_of_other_methods_are_counted_besides_those_of_replay():
+    better = tuple(value + 0.1 for value in LOW)
+    study = study_of({"grpo": LOW, "grpo_replay": LOW, "gspo": better}, {"gspo": {"method": {"objective": "gmpo"}}})
+    study.config["comparisons"] = [["gspo", "grpo"], ["grpo_replay", "grpo"]]
+    others, need, _ = answer(replace(study, evals=at_start(study, 0.2))).lines
+    assert others.answer == "1 of 1 comparison told apart besides those below"
+    assert (need.question, need.answer) == ("Did GRPO need replay?", "No")
