@@ -73,9 +73,10 @@ class RunWriter:
         folder: the run folder, `Path`.
 
     Raises:
-        RunFolderError: the folder is done, or holds another run; for a row: an unknown metric name (the message has the
-            nearest one; a name with a slash is the trainer's own, and is kept), a value that is no number, a row that
-            is there already.
+        RunFolderError: the folder is done, or holds another run; an arm, a seed or a config that cannot be kept; for a
+            row: an unknown metric name (the message has the nearest one; a name with a slash is the trainer's own, and
+            is kept), a value that does not fit its metric, a row that is there already or of an earlier step than the
+            last of its kind, a writer that was closed.
         InUseError: another process writes to the folder.
         OSError: naming the file; the rows written before are whole.
     """

@@ -15,6 +15,7 @@ from moe_rl.measure.arithmetic import joined
 from moe_rl.measure.metrics import balance_metrics, change_metrics, routing_ratio_metrics, update_ratio_metrics
 from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
+from moe_rl.objectives.diagnostics import above_ceiling
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
 from moe_rl.routing.router_stats import active_set_churn, expert_load
 from moe_rl.run_rows import read_rows
@@ -55,10 +56,11 @@ class Ranks:
 
 @dataclass(eq=False)
 class Minibatch:
-    """One forward of an update: old log-probabilities and mask of its tokens, and the results."""
+    """One forward of an update: old log-probabilities, mask and advantages of its tokens, and the results."""
 
     old_logps: Float[Tensor, "B T"]
     mask: Int[Tensor, "B T"]
+    advantages: Float[Tensor, " B"] | Float[Tensor, "B T"]
     logps: Float[Tensor, "B T"] | None = None
     replayed_rows: int = 0
     routed_rows: int = 0
@@ -67,6 +69,17 @@ class Minibatch:
     clipped_sequences: int = 0
     aux_loss: float | None = None  # the model's load-balancing loss, if the trainer's loss includes it
     aux_share: float = 0.0  # its contribution to the trainer's loss
+
+    @property
+    def token_advantages(self) -> Tensor:
+        """Advantages `[B,T]`; those of sequences hold for all of their tokens."""
+        signed = self.advantages if self.advantages.ndim == 2 else self.advantages[:, None]
+        return signed.expand_as(self.mask)
+
+    def ceiling_tokens(self) -> Tensor:
+        """Return how many tokens have A < 0 and a ratio above the usual ceiling of dual clip."""
+        assert self.logps is not None
+        return above_ceiling(self.logps - self.old_logps, self.token_advantages, self.mask.bool()).sum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,6 +228,9 @@ class Measures:
         mask = mask.bool()
         tokens = self.ranks.sums(torch.stack([p.mask.sum() for p in parts]))
         sequences = self.ranks.sums(torch.stack([p.mask.bool().any(1).sum() for p in parts]))
+        ceiling = int(self.ranks.sums(torch.stack([p.ceiling_tokens() for p in parts]).sum()))
+        if tokens.sum():
+            self._log_value("ceiling_fraction", ceiling / float(tokens.sum()))
         clipped = self.ranks.sums(torch.tensor([[p.clipped_tokens, p.clipped_sequences] for p in parts]).sum(0))
         aux = [p.aux_loss for p in parts if p.aux_loss is not None]
         loss, aux_loss = (
@@ -223,7 +239,7 @@ class Measures:
         if self.writer is None or self.step is None:  # no step: an earlier train() sampled this batch
             return
         row: dict[str, Any] = {"loss": loss, "lr": lr, "grad_norm": self.grad_norm, TAKEN: taken}
-        row |= {"tokens": int(tokens.sum()), "sequences": int(sequences.sum())}
+        row |= {"tokens": int(tokens.sum()), "sequences": int(sequences.sum()), "ceiling_tokens": ceiling}
         row |= {"aux_loss": aux_loss / len(parts), "aux_loss_coef": aux_loss_coef} if aux else {}
         row |= {"replayed_rows": rows[0], "routed_rows": rows[1]}
         row |= update_ratio_metrics(token_log_ratio(new, old, mask), sequence_log_ratio(new, old, mask), mask)

@@ -7,7 +7,8 @@ Write a plugin file of two lines, which `swift rlhf --rlhf_type grpo --external_
 
 The trainer that ms-swift then makes is a subclass of ms-swift's own trainer class. ms-swift scores each micro-batch
 where it makes the micro-batch (`_prepare_batch_inputs`); the routes of that very pass are stored on the micro-batch's
-`GRPOBatch` and replayed in `compute_loss`. The metrics are those of `moe_rl.integrations.trl`, in ms-swift's own log.
+`GRPOBatch` and replayed in `compute_loss`. The metrics are those of `moe_rl.integrations.trl` but for those of the
+engine that samples, in ms-swift's own log.
 
 ms-swift 4.6.0 pins transformers < 5.20 and trl < 1.0, moe_rl needs transformers >= 5.19: use a separate environment.
 """
@@ -36,6 +37,7 @@ def install(replay: str = "R2", **options: Any) -> type:
 
     Raises:
         RoutingError: an unknown version of ms-swift; the message names the version.
+        TypeError: `install` was called before, or ms-swift's trainer is not the one that is expected.
     """
     import swift
     from swift.trainers.trainer_factory import TrainerFactory
@@ -62,10 +64,12 @@ def routing_replay(
     replay: "none" or "R2". run_folder, first_change_tolerance: as in `moe_rl.integrations.trl`. probe: score the
     batch's first micro-batch twice more after each update.
 
-    Raises (when the trainer is made): RoutingError for a model without routers; options out of their ranges; settings
-    under which the ratio is 1 by construction; dropout; padding-free batches, sequence parallelism, the losses of Liger
-    and CHORD, dynamic numbers of samples (once a batch was sampled) and images, whose forwards are not one call on the
-    rows of the micro-batch.
+    Raises TypeError for another class, or one made by `routing_replay` already. When the trainer is made, RoutingError
+    for a model without routers; options out of their ranges; settings under which the ratio is 1 by construction or,
+    with `run_folder`, an update mixes two batches; dropout, router jitter, `neftune_noise_alpha`; Apple's mps;
+    padding-free batches, sequence parallelism, the losses of Liger and CHORD, dynamic numbers of samples (once a batch
+    was sampled) and images, whose forwards are not one call on the rows of the micro-batch. While it trains: whatever
+    would be a step without replay, or under routes of another policy.
     """
     needed = ("_prepare_batch_inputs", "_get_per_token_logps_and_entropies", "compute_loss")
     missing = [name for name in needed if not hasattr(trainer_class, name)]
@@ -154,7 +158,7 @@ class _RoutingReplay(ReplayTrainer):
             raise RoutingError("a micro-batch without routes: it was not made by this trainer's _prepare_batch_inputs")
         mask = batch["model_inputs"].get("attention_mask")
         real = mask if isinstance(mask, Tensor) and mask.shape == tokens.shape else torch.ones_like(tokens)
-        found = Minibatch(grpo_batch.old_per_token_logps, self._counted(grpo_batch))
+        found = Minibatch(grpo_batch.old_per_token_logps, self._counted(grpo_batch), grpo_batch.advantages)
         return self._replayed_loss(model, old, found, real, loss_of)
 
 

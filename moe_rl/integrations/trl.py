@@ -54,21 +54,25 @@ def routing_replay(trainer_class: type) -> Any:
     - probe_sequences: sequences per process that are scored twice more after each update, live and replayed, for the
       change rates, variances and loads. Default: `per_device_train_batch_size`. 0: no probe.
     - measure_engine: compare the engine that sampled with the old policy, also without R3. The engine's routes come as
-      for R3, and its log-probabilities are needed. With "none" under vLLM a batch may then get one update.
+      for R3, and its log-probabilities are needed. With "none" under vLLM, and TRL's importance sampling correction
+      on (its default), a batch may then get one update.
     - first_change_tolerance: share of slots, in [0, 1], that may differ at the first update of a batch, where none
       should (`moe_rl.integrations.old_policy.same_policy`). Default: 0.
 
     TRL's log, and so every tracker that it reports to, gets `routing/...`, which docs/integrations.md defines: change
     rates and `f2_natural` (fractions), variances of the log-ratio (nats²) and loads of the probe after each update;
-    `replayed_fraction` and `first_change` of the update itself, proven; of the sampling engine, if it is compared,
-    `engine_slot_change`, `engine_k3` and `engine_gap_mean` (nats), live and `_replayed`. Run folders have more metrics.
+    `replayed_fraction` and `first_change` of the update itself, proven, and `ceiling_fraction` (the share of its tokens
+    with a negative advantage and a ratio above 3); of the sampling engine, if it is compared, `engine_slot_change`, and
+    `engine_k3` and `engine_gap_mean` (nats) live and as `..._replayed`. Run folders have more metrics.
 
-    Raises (when the trainer is made):
-        TypeError: not a GRPOTrainer. AsyncGRPOTrainer computes its loss elsewhere.
-        RoutingError: TRL before 1.16; a model without routers; a `replay` that is not known; other options out of their
-            ranges; settings under which the ratio is 1 by construction; dropout; R3 or `measure_engine` without a
-            source of routes; and, while it trains, whatever would be a step without replay, or under routes of another
-            policy, and an engine to be measured that gives no routes or no log-probabilities.
+    Raises:
+        TypeError: not a GRPOTrainer (AsyncGRPOTrainer computes its loss elsewhere); made by `routing_replay` already.
+        RoutingError: TRL before 1.16. When the trainer is made: a model without routers, or with images; a `replay`
+            that is not known; other options out of their ranges; settings under which the ratio is 1 by construction
+            or, with `run_folder`, an update mixes two batches; dropout, router jitter, `neftune_noise_alpha`; Apple's
+            mps; evaluation with continuous batching; R3 or `measure_engine` without a source of routes. While it
+            trains: whatever would be a step without replay, or under routes of another policy; an engine to be
+            measured that gives no routes or no log-probabilities.
     """
     import trl
 
@@ -243,15 +247,16 @@ class _RoutingReplay(ReplayTrainer):
             return super()._compute_loss(model, inputs)
         if self._old is None or ROWS not in inputs:
             raise RoutingError("a batch without routes: it was not made by this trainer's _prepare_inputs")
-        found = Minibatch(inputs["old_per_token_logps"], inputs["completion_mask"] * inputs.get("tool_mask", 1))
+        mask, advantages = inputs["completion_mask"] * inputs.get("tool_mask", 1), inputs["advantages"]
+        found = Minibatch(inputs["old_per_token_logps"], mask, advantages)
         real = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         loss_of = partial(super()._compute_loss, model, inputs)
         loss = self._replayed_loss(model, self._old.rows(inputs[ROWS]), found, real, loss_of)
         if self._measures.sequence_clip:
-            found.clipped_tokens, found.clipped_sequences = self._in_clipped_sequences(found, inputs["advantages"])
+            found.clipped_tokens, found.clipped_sequences = self._in_clipped_sequences(found)
         return loss
 
-    def _in_clipped_sequences(self: Any, found: Minibatch, advantages: Tensor) -> tuple[int, int]:
+    def _in_clipped_sequences(self: Any, found: Minibatch) -> tuple[int, int]:
         """Return how many tokens TRL clips by the ratio of their sequence, by TRL's rule, and in how many sequences.
 
         TRL's log has only a share: of sequences, or of tokens if each token has its own advantage."""
@@ -259,7 +264,7 @@ class _RoutingReplay(ReplayTrainer):
         ratio = sequence_log_ratio(found.logps, found.old_logps, found.mask).exp()[:, None]
         if self.args.delta is not None:
             ratio = ratio.clamp(max=self.args.delta)
-        signed = advantages if advantages.ndim == 2 else advantages[:, None]
+        signed = found.token_advantages
         low, high = (ratio < 1 - self.epsilon_low) & (signed < 0), (ratio > 1 + self.epsilon_high) & (signed > 0)
         clipped = (low | high) & found.mask.bool()
         return int(clipped.sum()), int(clipped.any(1).sum())

@@ -45,7 +45,8 @@ def install(replay: str = "R2", first_change_tolerance: float = 0.0) -> None:
     composes its micro-batches anew for the update.
 
     Raises RoutingError for another kind of replay, a tolerance outside of [0, 1], a version of verl that is not known,
-    and a second installation.
+    and a second installation. The actor raises it while it trains: for dropout and router jitter, sequence parallelism
+    (ulysses), an update without recorded routes, rows that were not replayed, and a `first_change` above the tolerance.
     """
     import verl
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead

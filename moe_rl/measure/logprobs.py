@@ -94,7 +94,8 @@ def token_logps(
             load-balancing loss; `shared` is of another batch, is combined with `aux_loss`, `router_logits` or
             `position_ids`, or has sequences or rows too long for the model to attend as its mask says.
         TypeError: `model` holds no transformers model with an output head.
-        RuntimeError: another thread is in `token_logps` of this model.
+        RuntimeError: another thread is in `token_logps` of this model; the model does not call its output head exactly
+            once in a forward, or calls it with other states than one per token (prompt tuning).
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -122,7 +122,8 @@ def share_prompts(
             rows hold fewer copies of a prompt, but attention is quadratic in the length of a row.
 
     Raises:
-        ValueError: masks or routes of another shape; no sequence has two tokens.
+        ValueError: masks or routes of another shape; masks of other values than 0 and 1; `longest` is below 1; no
+            sequence has two tokens.
 
     >>> ids = torch.tensor([[1, 2, 5, 6], [1, 2, 7, 0]])
     >>> mask = ids > 0

@@ -39,7 +39,7 @@ CorrectionKind = Literal[
 
 
 def token_truncate(log_weight: Float[Tensor, "B T"], cap: float | int) -> Float[Tensor, "B T"]:
-    """Return the weights of truncated importance sampling (TIS), `min(w_t, C)` with C = `cap`.
+    """Return the weights of truncated importance sampling (TIS), `min(w_t, C)` with w = exp(`log_weight`), C = `cap`.
 
     Source: Yao et al., fengyao.notion.site/off-policy-rl.
     """
@@ -126,6 +126,10 @@ class Correction:
             adds the staleness since the rollout; detached).
         optional: False: a loss without `rollout_logps` is an error; True: without them one engine is taken to have
             sampled and scored, so that the weight is exactly 1.
+
+    Raises:
+        ValueError: an unknown kind or policy; a negative `low`, or one above `high`, or any but 0 for a kind that has
+            `high` alone.
     """
 
     kind: CorrectionKind

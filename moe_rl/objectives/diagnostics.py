@@ -42,6 +42,9 @@ class Metric(NamedTuple):
 
 M = Metric
 
+CEILING = 3.0
+"""The usual ceiling of dual clip: its paper's (arXiv 1912.09729) and verl's default `clip_ratio_c`."""
+
 _GSPO = "arXiv 2507.18071"
 _REF, _ENGINE, _CORRECTED, _RSPO = (
     "a reference policy, not DPO",
@@ -59,6 +62,7 @@ LOSS_METRICS: tuple[Metric, ...] = (
     M("clipped_high_tokens", "count", "of them, with A > 0 and the gate's ratio above 1; what is neither low nor high is beyond the ceiling of dual_clip", "over tokens", "TRL clip_ratio/high_mean"),
     M("clipped_sequences", "count", "sequences with a clipped token", "over sequences"),
     M("gate_ratio_mean", "1", "mean over tokens of the ratio by which the gate clips: the token's, or the sequence's on each of its tokens", "Σ / tokens"),
+    M("ceiling_tokens", "count", "tokens with A < 0 and a ratio of their own above 3, which GRPO's clip leaves in the gradient, however large the ratio, and dual_clip takes out", "over tokens", "verl actor/pg_clipfrac_lower at its default clip_ratio_c"),
     M("extreme_tokens", "count", "tokens with a log-ratio beyond 20 nats: an unclipped one soon overflows", "over tokens"),
     M("ref_kl", "nats/token", "KL(current || reference) by the objective's estimator, mean over tokens", "Σ / tokens", "TRL kl", _REF),
     M("engine_kl_k1", "nats/token", "KL(rollout engine || old policy) by -log w, w = pi_old / mu", "Σ / tokens", "", _ENGINE),
@@ -73,6 +77,13 @@ LOSS_METRICS: tuple[Metric, ...] = (
     M("route_weight_floored", "fraction", "tokens at which the floor acts", "such tokens / tokens", "RSPO", _RSPO),
 )  # fmt: skip
 """Every name that `loss_metrics` may return, with its definition."""
+
+
+def above_ceiling(
+    log_ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Bool[Tensor, "B T"]:
+    """Return the tokens with A < 0 and a ratio above `CEILING`, whatever the objective makes of them."""
+    return mask & (advantages < 0) & (log_ratio.exp() > CEILING)
 
 
 def optional_metrics(values: TokenValues) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ def token_rewards(
 
     Raises:
         ValueError: rewards that are not `[B]`; a mask that is no mask; `kl_coef` is not 0 and a log-probability is
-            missing.
+            missing or of another shape than the mask.
     """
     if rewards.shape != mask.shape[:1]:  # broadcasting would give one reward to every response
         raise ValueError(f"rewards: expected one for each of {len(mask)} responses, [B], got {list(rewards.shape)}.")
@@ -147,7 +147,7 @@ def value_loss(
         A scalar with gradient; 0 without tokens.
 
     Raises:
-        ValueError: shapes that differ, or a mask that is no mask.
+        ValueError: shapes that differ, a mask that is no mask, or a total that is no count.
     """
     check_shapes(values, {"old_values": old_values, "returns": returns, "mask": mask}, "values")
     mask = as_bool_mask(mask)

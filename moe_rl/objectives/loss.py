@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from moe_rl.objectives.corrections import engine_weights
-from moe_rl.objectives.diagnostics import optional_metrics
+from moe_rl.objectives.diagnostics import above_ceiling, optional_metrics
 from moe_rl.objectives.gates import GATES, Gated, GateInputs, TokenValues
 from moe_rl.objectives.kl import kl_estimate
 from moe_rl.objectives.objective import Objective
@@ -109,7 +109,8 @@ def policy_loss(
         mask: bool or 0/1, True on completion tokens.
         ref_logps: log-probabilities under the reference policy; needed iff `kl_coef` is not 0.
         rollout_logps: the rollout engine's log-probabilities of the same tokens; needed for anchor="rollout"
-            and for engine corrections. If they are given, the metrics include the gap between the engines.
+            and for engine corrections that are not `optional`. If they are given, the metrics include the gap between
+            the engines.
         route_weight: RSPO's router-shift weight gamma in [0, 1]; needed iff `objective.route_weight` is set.
         total_sequences, total_tokens: denominators over all micro-batches and processes that share one
             optimiser step (rows with at least one token; unmasked tokens). The sum of the micro-batch losses
@@ -347,6 +348,7 @@ def loss_metrics(values: TokenValues) -> dict[str, Tensor]:
         "clipped_high_tokens": (clipped & up & above).sum(),
         "clipped_sequences": clipped.any(-1).sum(),
         "gate_ratio_mean": masked_row_sum(values.gate_log_ratio.exp(), mask).sum() / tokens.clamp(min=1),
+        "ceiling_tokens": above_ceiling(values.log_ratio, values.advantages, mask).sum(),
         "extreme_tokens": (mask & ~(values.log_ratio.abs() <= EXTREME_NATS)).sum(),
     }
     optional = values.ref_kl, values.engine_log_weight, values.correction_weight, values.route_weight

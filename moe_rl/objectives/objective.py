@@ -35,8 +35,8 @@ class Objective:
             "sigmoid"       (4/tau) sigma(tau (r - 1)) A, tau by the sign of A
             "geometric"     geometric mean over a sequence of token ratios clipped to [e^-clip_low, e^clip_high]
             "gamma"         sg[r^power e^(decay (1 - r))] A log pi, power and decay by the sign of A
-            "divergence_tv" sg[M r] A log pi, M = 0 where the token's probability moved by more than
-                            clip_high (A > 0) or -clip_low (A < 0)
+            "divergence_tv" sg[M r] A log pi, M = 0 where the token's probability went up by more than
+                            clip_high (A > 0) or down by more than clip_low (A < 0)
             "divergence_kl" the same by the binary KL divergence of the token against all others
             "quadratic"     r A - |A| q (r - 1)^2 / (2 delta), q the anchor's probability, delta clip_low or clip_high
             "none"          r A

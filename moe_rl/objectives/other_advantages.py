@@ -62,8 +62,8 @@ def process_advantages(
         `[B,T]`, detached. A group whose step rewards are all equal gives exactly 0.
 
     Raises:
-        ValueError: G does not divide B, a step reward is not finite, an unknown scale, shapes that differ, or
-            `step_ends` of other values than 0 and 1.
+        ValueError: G does not divide B, a step reward is not finite, an unknown scale, a negative eps, shapes that
+            differ, or `step_ends` of other values than 0 and 1.
 
     >>> ends = torch.tensor([[True, True], [False, True]])
     >>> process_advantages(torch.tensor([[0.0, 3.0], [9.0, 3.0]]), ends, group_size=2, scale="none")
@@ -72,6 +72,8 @@ def process_advantages(
     """
     if scale not in ("std", "none"):
         raise ValueError(f"scale: expected 'std' or 'none', got {scale!r}.")
+    if not eps >= 0:
+        raise ValueError(f"eps: expected a number of at least 0, got {eps}.")
     check_shapes(rewards, {"step_ends": step_ends}, "rewards")
     check_groups(rewards.shape[0], group_size)
     step_ends = as_bool_mask(step_ends, "step_ends")
@@ -85,7 +87,8 @@ def process_advantages(
         if steps.numel() == 0:
             continue
         centred = centre(steps[None])[0]
-        normalised = centred / (unbiased_std(steps) + eps) if scale == "std" else centred
+        spread = unbiased_std(steps) + eps if scale == "std" else 1.0
+        normalised = torch.where(centred == 0, 0.0, centred / spread)  # 0, not 0/0, even with eps = 0
         advantages[rows] = torch.zeros_like(values[rows]).masked_scatter(ends, normalised)
     return advantages.flip(-1).cumsum(-1).flip(-1)
 

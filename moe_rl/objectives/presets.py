@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from moe_rl.objectives.bounds import unknown
 from moe_rl.objectives.corrections import Correction
+from moe_rl.objectives.diagnostics import CEILING
 from moe_rl.objectives.objective import Objective
 
 
@@ -44,7 +45,7 @@ PRESETS: dict[str, Preset] = {
     "dr_grpo": Preset(replace(GRPO, clip_high=0.2, aggregate="constant", advantage_scale="none"), "arXiv:2503.20783", "`length_constant` is 1, as in the equation; a run divides by the generation budget, as the authors' code does, unless it sets `method.length_constant`."),
     "dapo": Preset(replace(GRPO, clip_high=0.28, aggregate="token_mean"), "arXiv:2503.14476 eq. 8", "the objective alone; dynamic sampling and overlong shaping are `rollout.dynamic_sampling` and `rollout.overlong_buffer`."),
     "bnpo": Preset(replace(GRPO, aggregate="token_mean", local_normalizer=True), "TRL `loss_type='bnpo'`", _OWN_CLIP),
-    "dual_clip": Preset(replace(GRPO, dual_clip=3.0), "arXiv:1912.09729", _OWN_CLIP),
+    "dual_clip": Preset(replace(GRPO, dual_clip=CEILING), "arXiv:1912.09729", _OWN_CLIP),
     "luspo": Preset(replace(GSPO, aggregate="sum", clip_low=2e-3, clip_high=2.5e-3), "arXiv:2602.05261, section 5.1, as TRL `loss_type='luspo'` has it", "the paper itself was not seen."),
     # Relatives of GRPO: another gate
     "cispo": Preset(replace(GRPO, gate="cap", clip_low=1.0, clip_high=4.0, aggregate="token_mean"), "arXiv:2506.13585; cap 5 of ScaleRL and TRL", "the paper does not print its cap."),

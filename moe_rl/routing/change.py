@@ -16,7 +16,8 @@ Everywhere here: `old` and `new` are `RoutedExperts`, or integer ids `[...,L,K]`
 and -1 for "no route"; two RoutedExperts are aligned by site name, in the order of `old`. Slot order never
 matters, and but for the order of sites every function is symmetric in `old` and `new`. A row without a route on
 either side compares as unchanged and is in no denominator. Rates come from `change_counts`, which keeps numerators
-and denominators. Nothing carries gradient.
+and denominators. Nothing carries gradient. Shapes, sites or numbers of experts that differ raise RoutingError; that
+both are of the same tokens only `change_counts` and `deviation_histogram` check.
 """
 
 import torch

@@ -195,7 +195,7 @@ def replay_routes(
     routes: for exactly this batch; rows of -1 are left to the router.
     sites, tokens, slots: force only these sites (names, shell patterns or indices), only these tokens (bool [B,T]),
         only the first n slots (the others are the best of the remaining experts).
-    shadow: let the routers rank live, too; the results are `.shadow` and `.regret` of the Replay.
+    shadow: let the routers rank live, too; the results are `.shadow`, `.regret` and `.shadow_change` of the Replay.
     check_tokens: compare input_ids with those that the routes were recorded for.
     once: raise RoutingError at the end unless one forward of the whole batch ran under the replay, and nothing more.
     Nested replays: the inner replay decides the slots that it forces, the outer one decides the others.

@@ -22,7 +22,8 @@ Routes = RoutedExperts | Tensor
 
 @dataclass(frozen=True, eq=False)
 class ChangeCounts:
-    """Numerators and denominators of every change rate. Batches of the same sites add up with `+`.
+    """Numerators and denominators of every change rate. Batches of the same sites and pair add up with `+`; with others
+    `+` raises RoutingError.
 
     site_deviation: `[L,K+1]`, per site, how many tokens changed 0, 1, .., K slots; only rows that have a route on both
     sides.
@@ -100,7 +101,8 @@ class ChangeCounts:
         variance: 1 is independence, above 1 flips cluster on some tokens, below 1 they avoid each other; L
         identical sites give L. R3's pair of 10 % of sites but only 94 % of tokens implies clustering.
 
-        NaN if nothing changed at all, or if tokens are incomplete: then `select` the sites that have routes.
+        NaN if every site changed at no token or at all of them, or if tokens are incomplete: then `select` the sites
+        that have routes.
         """
         total = self.tokens_total
         if total == 0 or self.incomplete_tokens:

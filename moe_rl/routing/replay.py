@@ -29,7 +29,7 @@ class Replay(Listener):
     `.replayed_rows`: (token, site) rows of all finished forwards whose experts were those of the routes, at least in
         the slots that are forced. `.live_rows`: all other rows, those without a route too (the last token of
         `generate`, padding after `realign`). Rows of fixed sites (hash routing) are in neither. `.replayed_fraction` is
-        the share of replayed rows.
+        the share of replayed rows; it raises RoutingError if no call of the model happened.
     """
 
     def __init__(

@@ -248,8 +248,9 @@ def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | No
     sigma: in units of the router's logits. generator: source of the noise; its device may differ from the model's.
     Under autocast a router may rank scores that bfloat16 rounds, which these contexts do not: near-ties may then be
     decided otherwise, at sigma 0 too.
-    Raises UnsupportedModelError where the logits are not one linear map inside the router; RoutingError inside another
-    `noisy_routes`, `predicted_routes`, `record_margins` or `record_router_logits`.
+    Raises UnsupportedModelError where the logits are not one linear map inside the router; RoutingError for a negative
+    or infinite sigma, and inside another `noisy_routes`, `predicted_routes`, `record_margins` or
+    `record_router_logits`.
     """
     number = isinstance(sigma, Real) or (isinstance(sigma, Tensor) and sigma.numel() == 1)
     if not number or not 0 <= sigma < math.inf:  # infinite logits have no softmax
@@ -297,8 +298,9 @@ def predicted_routes(model: nn.Module, weights: Float[Tensor, "L E H"]) -> Itera
 
 @contextmanager
 def record_router_logits(model: nn.Module) -> Iterator[RouterLogits]:
-    """Context manager: record the input and the logits of every router, in all calls. Outputs are not changed. Inside a
-    replay the logits are those of the hidden states that follow it. Raises as `predicted_routes`."""
+    """Context manager: record the `.inputs` `[B,T,L,H]` and the `.logits` `[B,T,L,E]` of every router, in all calls,
+    detached. Outputs are not changed. Inside a replay the logits are those of the hidden states that follow it. Raises
+    as `record_margins`, and UnsupportedModelError as `noisy_routes`."""
     tap, _ = _with_logits(model)
     reading = RouterLogits(len(tap.sites))
     with tap.listen(reading):
@@ -374,7 +376,7 @@ def _refuse_second(tap: Tap) -> None:
 
 @contextmanager
 def record_margins(model: nn.Module) -> Iterator[Margins]:
-    """Context manager: record the `boundary_margin` s_(k) - s_(k+1) of the scores that every router ranks.
+    """Context manager: record in `.values` `[B,T,L]` the `boundary_margin` s_(k) - s_(k+1) of what every router ranks.
 
     Margins are in units of the scores: probabilities if softmax comes before the selection, as in Qwen3-MoE, OLMoE and
     Mixtral; logits if softmax comes after, as in Granite; with the selection bias if there is one. They are infinite if

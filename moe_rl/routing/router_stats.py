@@ -22,6 +22,8 @@ def expert_load(
     on the tokens to count. Rows without a route count nowhere; a zero-filled row would credit expert 0, so that
     padding and the last sampled token must be -1 or masked. Where sites differ in num_experts, E is the largest, and
     the columns that a site has no expert for are negative (-1; loads of batches may be added).
+
+    Raises RoutingError for plain ids without num_experts or out of its range, and for a mask that does not fit.
     """
     experts, sites, device = _width(routes, num_experts), routes.shape[-2], routes.device
     load = torch.zeros(sites * (experts + 1), dtype=torch.int64, device=device)
@@ -62,7 +64,7 @@ def effective_sets(
     f_s is the share of the tokens that got set s. The number is that of equally frequent sets of the same entropy,
     between 1 and the number of sets that occur; NaN without tokens.
 
-    Fewer tokens see fewer sets: compare equal numbers of tokens.
+    Fewer tokens see fewer sets: compare equal numbers of tokens. Arguments and errors as in `expert_load`.
 
     >>> effective_sets(torch.tensor([[[0, 1]], [[1, 0]], [[2, 3]], [[3, 2]]]), num_experts=4)
     tensor([2.], dtype=torch.float64)
@@ -185,6 +187,7 @@ def boundary_margin(scores: Float[Tensor, "*rows E"], k: int) -> Float[Tensor, "
 
     A change of scores below half the gap cannot change the selection. `scores` are what the router compares:
     with the selection bias where there is one, and in the units of whatever is given (logits, probabilities).
+    Raises RoutingError unless 0 < k < E.
 
     >>> boundary_margin(torch.tensor([0.5, 3.0, 2.0, 1.25]), k=2)
     tensor(0.7500)

@@ -90,7 +90,8 @@ def find_sites(model: nn.Module) -> list[Site]:
 
 def router_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of all routers, each once, adapters on them (LoRA) included. Use: to freeze them, or to
-    give them a learning rate of their own. A correction bias on the scores that is a buffer is not among them."""
+    give them a learning rate of their own. A correction bias on the scores that is a buffer is not among them. Raises
+    as `find_sites`."""
     names = {site.name for site in find_sites(model)}
     held = (m.parameters() for name, m in model.named_modules() if canonical_site(name) in names)
     return list(dict.fromkeys(parameter for parameters in held for parameter in parameters))

@@ -124,7 +124,8 @@ class StudyData:
 
         Args:
             level: `slot`, `site` or `token`.
-            by: columns, e.g. `arm`, `seed`, `step`, `update`; `routing_site` gives each site its row (slots only).
+            by: columns, e.g. `arm`, `seed`, `step`, `update` (`variant` in floors, which have no `update`);
+                `routing_site` gives each site its row (slots only).
             table: `probes` (old policy against new, both with live routing), `updates` (update forward against old
                 policy), `engines` or `floors`.
 
@@ -151,7 +152,7 @@ class StudyData:
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """The study's own env.json (of the command that started the study); empty for a single run."""
+        """The study's own env.json (of the command that started it); empty for one run alone and for joined studies."""
         file = self.folder / "env.json"
         return read_json(file) if file.exists() and len(self.runs) != 1 and not self._joined else {}
 
@@ -182,7 +183,10 @@ class StudyData:
 
     @cached_property
     def tokens(self) -> pd.DataFrame:
-        """Per-token values of all stored steps: arm, seed, step, update, seq, pos, logps, flips, reward."""
+        """Table with a row per token and update of all stored steps: arm, seed, step and the columns of the files.
+
+        docs/metrics.md, section "tokens", defines these: `update`, `seq`, `pos`, `old_logp` (nats), `flips`, ...
+        """
         tables, places = [], []
         for i, run in enumerate(self.runs):
             for file in sorted((run.folder / "tokens").glob("*.parquet")):
@@ -265,12 +269,13 @@ def join(studies: Mapping[str, StudyData]) -> StudyData:
     """Join several studies into one, to compare them: arms become `<key>/<arm>`, rows and declared comparisons stay.
 
     `interest`, `outcome` and `alarms` stay if all studies have the same; else the defaults hold, with a note if
-    outcomes differ. Raises StudyDataError: a value is no loaded study.
+    outcomes differ. Raises StudyDataError: no studies, or a value is no loaded study.
 
     >>> join({"lag 0": load("runs/a"), "lag 2": load("runs/b")}).rollouts      # doctest: +SKIP
     """
-    if not isinstance(studies, Mapping):
-        raise StudyDataError(f"join: expected studies by name, {{'a': load(...), ...}}, got {type(studies).__name__}")
+    if not isinstance(studies, Mapping) or not studies:
+        what = "none" if isinstance(studies, Mapping) else type(studies).__name__
+        raise StudyDataError(f"join: expected studies by name, {{'a': load(...), ...}}, got {what}")
     runs, notes, declared, compared = [], [], {}, []
     tables: dict[str, list[pd.DataFrame]] = {name: [] for name in FIELDS.values()}
     for key, data in studies.items():

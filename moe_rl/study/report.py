@@ -48,7 +48,8 @@ def draw_study(path: str | Path) -> Path:
     """Draw all figures of a study into `path`/figures and write `report.html`; return the path of the page.
 
     `path` is a study (or run) folder; `report.html` is written into it. Each figure is drawn once. The page needs no
-    network; only its token view needs its (inline) script.
+    network; only its token view needs its (inline) script. Raises StudyDataError as `load`, and NothingToDraw if the
+    runs hold nothing that can be drawn yet.
     """
     data = load(path)
     figures, skipped = drawn_figures(path, data)

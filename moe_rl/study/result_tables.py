@@ -232,10 +232,11 @@ def update_outcomes(data: StudyData) -> pd.DataFrame:
 
     `clipped`: share of the tokens of all updates that the clip took out of the gradient; `clipped_low`: share of these
     at the lower end of the clip range (NaN without any), `clipped_high`: at the upper end, the rest is above the
-    ceiling of dual clip; `grad_norm` (median), `grad_norm_largest`; `ratio_at_peak`, the largest ratio of a token in
-    the update of the largest norm. With predicted routes: `predictor_kl` and
-    `predictor_kl_unmoved` (means). With engine corrections: `correction_weight`, the mean weight of a token over
-    updates, and `correction_dropped` and `correction_truncated`, shares of all updates' tokens.
+    ceiling of dual clip; `above_ceiling`: share of the tokens of all updates with A < 0 and a ratio above 3, clipped or
+    not; `grad_norm` (median), `grad_norm_largest`; `ratio_at_peak`, the largest ratio of a token in the update of the
+    largest norm. With predicted routes: `predictor_kl` and `predictor_kl_unmoved` (means). With engine corrections:
+    `correction_weight`, the mean weight of a token over updates, and `correction_dropped` and `correction_truncated`,
+    shares of all updates' tokens.
     """
     rows, keys = data.updates, ["arm", "seed"]
     of_run = rows.groupby(keys, sort=False, observed=True)
@@ -245,6 +246,8 @@ def update_outcomes(data: StudyData) -> pd.DataFrame:
         found.insert(1, "clipped_low", pooled_rate(rows, "clipped_low_tokens", "clipped_tokens", keys))
     if {"clipped_tokens", "clipped_high_tokens"} <= set(rows):
         found["clipped_high"] = pooled_rate(rows, "clipped_high_tokens", "clipped_tokens", keys)
+    if {"tokens", "ceiling_tokens"} <= set(rows):
+        found["above_ceiling"] = pooled_rate(rows, "ceiling_tokens", "tokens", keys)
     if "probs_ratio_max" in rows:
         peaks = rows.sort_values("grad_norm", na_position="first").drop_duplicates(keys, keep="last").set_index(keys)
         found["ratio_at_peak"] = peaks["probs_ratio_max"]

@@ -72,7 +72,7 @@ def _finite(values: Numbers | Mapping[int, float]) -> np.ndarray:
 def seed_interval(values: Numbers | Mapping[int, float]) -> Interval:
     """Return the interval that tables and figures show: Student's from six seeds on, below that the range of the seeds.
 
-    values: one a seed, or a mapping seed -> value, as `compare_paired` takes.
+    values: one a seed, or a mapping seed -> value, as `compare_paired` takes. Those that are not finite are left out.
 
     The range is no confidence interval: that of n = 3 holds the centre of a symmetric distribution in 75 % of studies.
 
@@ -165,7 +165,7 @@ def interval_note(n: int, others: Iterable[int] = ()) -> str:
 def interquartile_mean(values: Numbers) -> float:
     """Return the mean without the lowest and the highest ⌊n/4⌋ values (IQM as in rliable, 2108.13264 §4.3).
 
-    Below four values nothing is cut, and the result is the plain mean.
+    Below four values nothing is cut, and the result is the plain mean. All values must be finite.
 
     >>> interquartile_mean([0.0, 1.0, 2.0, 99.0])
     1.5
@@ -284,8 +284,8 @@ class Comparison:
     """The comparison of two arms a and b on the same seeds; differences are a minus b.
 
     `p` is that of the sign-flip test, `p_equivalent` that of equivalence within ±`interest`; `adjusted` and
-    `adjusted_equivalent` are both p adjusted by Holm over a family of `family` tests. `difference` is Student's
-    interval, below six pairs the range.
+    `adjusted_equivalent` are both p adjusted by Holm over a family of `family` tests (below six pairs, where
+    nothing is tested, NaN). `difference` is Student's interval, below six pairs the range.
     """
 
     seeds: tuple[int, ...]
@@ -361,7 +361,8 @@ def verdicts(
 def compare_paired(a: Mapping[int, float], b: Mapping[int, float], interest: float = INTEREST) -> Comparison:
     """Compare two arms seed by seed, as a family of one comparison (`judge` takes more).
 
-    `a` and `b` map a seed to its value; seeds of only one arm are left out. Raises TypeError if one is not a mapping.
+    `a` and `b` map a seed to its value; seeds of only one arm, or with a value that is not finite, are left out. Raises
+    TypeError if one is not a mapping.
 
     >>> a = dict(enumerate([.87, .88, .93, .91, .84, .86, .90, .92]))
     >>> b = dict(enumerate([.75, .71, .83, .70, .74, .78, .77, .81]))

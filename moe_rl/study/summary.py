@@ -116,10 +116,10 @@ def probe_factors(data: StudyData) -> pd.DataFrame:
 def factor_table(data: StudyData) -> pd.DataFrame:
     """Return the factors by which replay and averaging divide the variance in natural arms, by update.
 
-    Columns: arm, update, probes (with both variances above 0), and for `replay` (token variance with live over that
-    with replayed routes, same weights and tokens) and `averaging` (token over sequence variance, live): `_median` over
-    probes, and `_of_means`, the ratio of the mean variances. The median shows the typical probe; in the ratio of means,
-    large variances weigh most. Empty where nothing was probed.
+    Columns: arm, update, probes (with all three variances above 0), and for `replay` (token variance with live over
+    that with replayed routes, same weights and tokens) and `averaging` (token over sequence variance, live): `_median`
+    over probes, and `_of_means`, the ratio of the mean variances. The median shows the typical probe; in the ratio of
+    means, large variances weigh most. Empty where nothing was probed.
     """
     needed = {name for pair in _FACTORS.values() for name in pair}
     columns = ["arm", "update", "probes", *(f"{f}_{kind}" for f in _FACTORS for kind in ("median", "of_means"))]

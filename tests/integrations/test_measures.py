@@ -27,7 +27,7 @@ def beside(gathered=None, reduced=None):
 
 def minibatch(first_change):
     logps, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.long)
-    return Minibatch(logps, mask, logps=logps, routed_rows=6, first_change=first_change)
+    return Minibatch(logps, mask, torch.zeros(2), logps=logps, routed_rows=6, first_change=first_change)
 
 
 @pytest.mark.parametrize(("here", "there"), [(0.01, 0.04), (0.04, 0.01)])

@@ -40,6 +40,7 @@ class GRPOTrainer:
             inputs, completion = {"input_ids": ids, "attention_mask": mask}, mask[:, 2:].bool()
             cut = mask.all(1)
             batch = SimpleNamespace(completion_mask=completion, truncated_mask=cut, old_per_token_logps=None)
+            batch.advantages = torch.tensor([[1.0], [-1.0], [0.0]]).expand_as(completion)  # [B,T], as ms-swift has them
             with torch.no_grad():
                 batch.old_per_token_logps = self._get_per_token_logps_and_entropies(self.model, inputs, batch)[0]
                 if self.beta:  # the reference, by the same module with other weights

@@ -110,7 +110,8 @@ def test_clipped_tokens_of_a_sequence_ratio_are_those_of_the_clipped_sequences(d
 
 
 def test_a_sequence_is_clipped_if_one_of_its_tokens_is(tmp_path):
-    """Where tokens have advantages of their own, as a trainer of one's own may give them."""
+    """Where tokens have advantages of their own, as a trainer of one's own may give them; beside it the tokens above
+    the ceiling of dual clip."""
     from moe_rl import study
 
     by_hand = []
@@ -131,15 +132,19 @@ def test_a_sequence_is_clipped_if_one_of_its_tokens_is(tmp_path):
             ratio = ((gap * mask).sum(1) / mask.sum(1)).exp()[:, None]
             low, high = (ratio < 1 - 3e-4) & (inputs["advantages"] < 0), (ratio > 1 + 3e-4) & (inputs["advantages"] > 0)
             clipped = (low | high) & mask.bool()
-            by_hand.append((int(clipped.sum()), int(clipped.any(1).sum())))
+            above = (gap.exp() > 3) & (inputs["advantages"] < 0) & mask.bool()
+            by_hand.append((int(clipped.sum()), int(clipped.any(1).sum()), int(above.sum())))
             return loss
 
     options = {**MEASURED, "run_folder": tmp_path / "runs", "probe_sequences": 0}
     gspo = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "grpo"}
-    trained(routing_replay(TokenAdvantages), tmp_path / "trl", options=options, **gspo)
+    trainer = trained(routing_replay(TokenAdvantages), tmp_path / "trl", options=options, learning_rate=1.0, **gspo)
     updates = study.load(tmp_path / "runs").updates
-    assert list(zip(updates.clipped_tokens, updates.clipped_sequences, strict=True)) == by_hand
-    assert max(sequences for _, sequences in by_hand) > 0
+    columns = updates.clipped_tokens, updates.clipped_sequences, updates.ceiling_tokens
+    assert list(zip(*columns, strict=True)) == by_hand
+    assert min(max(counts) for counts in zip(*by_hand, strict=True)) > 0
+    shares = (updates.ceiling_tokens / updates.tokens).tolist()
+    assert shares == pytest.approx(list(logged(trainer, "routing/ceiling_fraction").values()))
 
 
 def test_loss_of_a_row_is_without_the_load_balancing_loss(tmp_path):

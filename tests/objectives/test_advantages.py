@@ -138,9 +138,10 @@ def test_process_supervision_with_one_final_step_is_outcome_supervision():
         torch.testing.assert_close(got, group_advantages(outcome, 2, scale)[:, None].expand(4, 5))
 
 
-def test_process_supervision_of_equal_or_absent_steps_is_exactly_zero():
+@pytest.mark.parametrize("eps", [1e-4, 0.0])
+def test_process_supervision_of_equal_or_absent_steps_is_exactly_zero(eps):
     ends = torch.tensor([[True, True, True], [True, False, True], [False] * 3, [False] * 3])
-    got = process_advantages(torch.full((4, 3), 0.1, dtype=torch.float64), ends, 2)
+    got = process_advantages(torch.full((4, 3), 0.1, dtype=torch.float64), ends, 2, eps=eps)
     assert torch.equal(got, torch.zeros(4, 3, dtype=torch.float64))
 
 
@@ -153,6 +154,8 @@ def test_another_scale_is_refused_and_step_ends_of_another_shape(monkeypatch):
         process_advantages(rewards, rewards.bool(), 2, "batch")
     with pytest.raises(ValueError, match="step_ends: expected the shape of rewards"):
         process_advantages(rewards, rewards[:1].bool(), 2)
+    with pytest.raises(ValueError, match="eps: expected a number of at least 0, got -1"):
+        process_advantages(rewards, rewards.bool(), 2, eps=-1.0)
 
 
 def test_step_rewards_may_be_integers_as_rewards_may():

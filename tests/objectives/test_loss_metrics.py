@@ -38,6 +38,13 @@ def test_clip_counts_by_sign():
     assert (m["clipped_tokens"], m["clipped_low_tokens"], m["clipped_high_tokens"]) == (3, 1, 1)
 
 
+@pytest.mark.parametrize("objective", ["grpo", "dual_clip", "gspo", "cispo", "sapo"])
+def test_tokens_above_the_ceiling_are_counted_whatever_the_objective_does_with_them(objective):
+    # of A > 0 none; of A < 0 the 3.1 and the 5, not the 2.9, and not the 7 that is masked out
+    out, _ = run(objective, [[4.0, 9.0, 1.0, 1.0], [3.1, 2.9, 5.0, 7.0]], [1.0, -1.0], mask=[[1] * 4, [1, 1, 1, 0]])
+    assert out.metrics["ceiling_tokens"].item() == 2
+
+
 def test_a_clip_of_whole_sequences_is_counted_by_their_ratio():
     """Every token of a clipped sequence is, be its own ratio on the other side of 1."""
     objective = replace(OBJECTIVES["grpo"], gate="sequence_clip")

@@ -31,6 +31,8 @@ def test_a_path_is_no_study_to_join():
             join({"mine": "runs/mine"})
         with pytest.raises(StudyDataError, match=r"join: expected studies by name, .*, got list"):
             join([])
+        with pytest.raises(StudyDataError, match=r"join: expected studies by name, .*, got none"):
+            join({})
     finally:
         config.update("jaxtyping_disable", False)
 

@@ -38,11 +38,12 @@ def test_what_a_run_clipped_is_a_share_of_all_its_tokens(tmp_path):
         rows = [
             {"kind": "update", "step": 0, "update": i, "slots": 8, "slots_changed": 0, "tokens": 50 * i}
             | {"clipped_tokens": clipped, "clipped_low_tokens": clipped // 2, "clipped_high_tokens": clipped // 5}
-            | {"grad_norm": float(i)}
+            | {"grad_norm": float(i), "ceiling_tokens": i * clipped // 10}
             for i in (1, 2, 3)
         ]
         write_rows(tmp_path / "grpo" / f"seed{seed}", rows, {})
     some, none = update_outcomes(load(tmp_path)).to_dict("records")
+    assert (some["above_ceiling"], none["above_ceiling"]) == (pytest.approx(6 / 300), 0)
     assert (some["clipped"], some["clipped_low"], some["clipped_high"]) == (pytest.approx(30 / 300), 0.5, 0.2)
     assert none["clipped"] == 0 and np.isnan(none["clipped_low"])
     assert (none["grad_norm"], none["grad_norm_largest"]) == (2, 3)
