@@ -45,6 +45,7 @@ CAUSES: dict[str, dict[str, Declared]] = {
     "Near-tied routers\nat the full rate": {
         "gone": ("methods_router", "grpo_tenth", "grpo"),
         "rate": ("half_rate", "half_fast", "grpo_fast"),
+        "dual": ("dual_clip_causes", "dual_fast", "grpo_fast"),
         **{method: ("fast_routers", method, "grpo") for method in ("replay", "gspo")},  # 60 seeds, not nine
         **{method: ("fast_routers_averages", method, "grpo") for method in ("gmpo", "rspo")},
         **{method: ("methods_router", method, "grpo") for method in ("cispo", "sapo", "gspo_replay")},
@@ -53,6 +54,7 @@ CAUSES: dict[str, dict[str, Declared]] = {
     "Balancing bias,\n0.001 a step": {
         "gone": ("levers_balance_replay", "grpo", "grpo_bias1e3"),
         "rate": ("half_rate", "half_bias", "grpo_bias"),
+        "dual": ("dual_clip_causes", "dual_bias", "grpo_bias"),
         "replay": ("levers_balance_replay", "grpo_replay_bias1e3", "grpo_bias1e3"),
         "live": ("levers_balance_live", "grpo_replay_live", "grpo_bias"),
         "gspo": ("levers_balance_replay", "gspo_bias1e3", "grpo_bias1e3"),
@@ -68,6 +70,7 @@ CAUSES: dict[str, dict[str, Declared]] = {
     "Responses of\nseveral versions": {
         "gone": ("methods_stale", "grpo", "grpo_partial"),
         "rate": ("half_rate", "half_partial", "grpo_partial"),
+        "dual": ("dual_clip_causes", "dual_partial", "grpo_partial"),
         "replay": ("partial_rollouts", "grpo_partial_r2", "grpo_partial"),
         "writer": ("partial_rollouts_anchor", "grpo_partial_rollout", "grpo_partial"),
         "decoupled": ("decoupled", "decoupled_partial", "grpo_partial"),
@@ -76,12 +79,14 @@ CAUSES: dict[str, dict[str, Declared]] = {
     "Batches that\nwaited 4 steps": {
         "gone": ("lag", "grpo", "grpo_lag4"),
         "rate": ("half_rate", "half_lag", "grpo_lag"),
+        "dual": ("dual_clip_causes", "dual_lag", "grpo_lag"),
         "decoupled": ("decoupled", "decoupled_lag", "grpo_lag"),
         "gspo": ("lag", "gspo_lag4", "grpo_lag4"),
     },
     "Rollout engine,\nint4 weights": {
         "gone": ("dppo_mismatch", "grpo_fp32", "grpo_int4"),
         "rate": ("half_rate", "half_int4", "grpo_int4"),
+        "dual": ("dual_clip_causes", "dual_int4", "grpo_int4"),
         "r3": ("dppo_mismatch", "grpo_r3_int4", "grpo_int4"),
         "old": ("anchor_int4", "grpo_old", "grpo"),
         **{method: ("methods_int4", f"{method}_int4", "grpo_int4") for method in OTHERS},
