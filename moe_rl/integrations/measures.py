@@ -15,7 +15,7 @@ from moe_rl.measure.arithmetic import joined
 from moe_rl.measure.metrics import balance_metrics, change_metrics, routing_ratio_metrics, update_ratio_metrics
 from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
-from moe_rl.objectives.diagnostics import above_ceiling
+from moe_rl.objectives.diagnostics import CEILING
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
 from moe_rl.routing.router_stats import active_set_churn, expert_load
 from moe_rl.run_rows import read_rows
@@ -79,7 +79,8 @@ class Minibatch:
     def ceiling_tokens(self) -> Tensor:
         """Return how many tokens have A < 0 and a ratio above the usual ceiling of dual clip."""
         assert self.logps is not None
-        return above_ceiling(self.logps - self.old_logps, self.token_advantages, self.mask.bool()).sum()
+        ratio = (self.logps - self.old_logps).exp()
+        return (self.mask.bool() & (self.token_advantages < 0) & (ratio > CEILING)).sum()
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,13 +79,6 @@ LOSS_METRICS: tuple[Metric, ...] = (
 """Every name that `loss_metrics` may return, with its definition."""
 
 
-def above_ceiling(
-    log_ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> Bool[Tensor, "B T"]:
-    """Return the tokens with A < 0 and a ratio above `CEILING`, whatever the objective makes of them."""
-    return mask & (advantages < 0) & (log_ratio.exp() > CEILING)
-
-
 def optional_metrics(values: TokenValues) -> dict[str, Tensor]:
     """Return the metrics of the optional fields of `values`, each only if its field is given.
 

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from moe_rl.objectives.corrections import engine_weights
-from moe_rl.objectives.diagnostics import above_ceiling, optional_metrics
+from moe_rl.objectives.diagnostics import CEILING, optional_metrics
 from moe_rl.objectives.gates import GATES, Gated, GateInputs, TokenValues
 from moe_rl.objectives.kl import kl_estimate
 from moe_rl.objectives.objective import Objective
@@ -348,7 +348,7 @@ def loss_metrics(values: TokenValues) -> dict[str, Tensor]:
         "clipped_high_tokens": (clipped & up & above).sum(),
         "clipped_sequences": clipped.any(-1).sum(),
         "gate_ratio_mean": masked_row_sum(values.gate_log_ratio.exp(), mask).sum() / tokens.clamp(min=1),
-        "ceiling_tokens": above_ceiling(values.log_ratio, values.advantages, mask).sum(),
+        "ceiling_tokens": (mask & (values.advantages < 0) & (values.log_ratio.exp() > CEILING)).sum(),
         "extreme_tokens": (mask & ~(values.log_ratio.abs() <= EXTREME_NATS)).sum(),
     }
     optional = values.ref_kl, values.engine_log_weight, values.correction_weight, values.route_weight
