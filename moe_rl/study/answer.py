@@ -191,17 +191,19 @@ def _resolved(data: StudyData, pairs: Sequence[Pair], more: bool) -> Line:
     apart, equal = sum(pair.result.apart for pair in pairs), verdicts.count(Verdict.EQUIVALENT)
     words = f"{apart} of {count(len(pairs), 'comparison')} told apart" + (f", {equal} told equal" if equal else "")
     words += " besides those below" if more else ""
-    named = [
-        f"{_named(data, pair)}: {_difference(pair)}, {pair.result.verdict}"
-        for pair in pairs
-        if pair.result.claims or len(pairs) <= MOST_NAMED
-    ]
+    few = len(pairs) <= MOST_NAMED
+    named = [pair for pair in pairs if few or pair.result.claims]
     if named and len(named) <= MOST_NAMED:
-        left = len(pairs) - len(named)
-        return Line("Do the arms differ?", words, "; ".join(named) + (f"; {left} not told apart." if left else "."))
+        said = [f"{_named(data, pair)}: {_difference(pair)}, {pair.result.verdict}" for pair in named]
+        rest = [pair.result.verdict for pair in pairs if not (few or pair.result.claims)]
+        return Line("Do the arms differ?", words, "; ".join([*said, _counted(rest)] if rest else said) + ".")
+    return Line("Do the arms differ?", words, f"{_capital(_counted(verdicts))}.")
+
+
+def _counted(verdicts: Sequence[Verdict]) -> str:
+    """Return how many comparisons have each verdict, in words."""
     words_of = {v: f"with {v}" if v == Verdict.TOO_FEW else str(v) for v in dict.fromkeys(verdicts)}
-    rest = listed(f"{verdicts.count(v)} {word}" for v, word in words_of.items())
-    return Line("Do the arms differ?", words, f"{_capital(rest)}.")
+    return listed(f"{verdicts.count(v)} {word}" for v, word in words_of.items())
 
 
 def _failures(data: StudyData, named: Collection[str]) -> Line:

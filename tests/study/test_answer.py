@@ -27,3 +27,16 @@ def test_comparisons_of_other_methods_are_counted_besides_those_of_replay():
     others, need, _ = answer(replace(study, evals=at_start(study, 0.2))).lines
     assert others.answer == "1 of 1 comparison told apart besides those below"
     assert (need.question, need.answer) == ("Did GRPO need replay?", "No")
+
+
+def test_comparisons_that_are_not_named_are_counted_by_their_verdicts():
+    """Of five, two are told apart; a small difference is resolved from 0, and is not said to be "not told apart"."""
+    small = tuple(value + 0.045 + (0.02 if seed % 2 else -0.02) for seed, value in enumerate(LOW))
+    better = tuple(value + 0.1 for value in LOW)
+    scattered = tuple(value + (0.3 if seed % 2 else -0.3) for seed, value in enumerate(LOW))
+    names = ("grpo_replay", "gspo", "grpo_noise", "grpo_replay_noise", "gspo_noise")
+    values = dict(zip(names, (small, better, scattered, better, scattered), strict=True))
+    study = study_of({"grpo": LOW} | values, {name: {"method": {"objective": "gmpo"}} for name in names})
+    study.config["comparisons"] = [[name, "grpo"] for name in names]
+    text = answer(replace(study, evals=at_start(study, 0.2))).lines[0].text
+    assert text.endswith("; 1 small difference, 2 not resolved.") and text.count("higher") == 2
