@@ -5,8 +5,9 @@
     python analysis/pooled.py --roundings --of held_out_less_sampled int4_sort:old_int4
     python analysis/pooled.py wide_policy:grpo_lower_rate:grpo --less wide_policy_dense:grpo_lower_rate:grpo
 
-Prints the mean with Student's 95 % interval over seeds; the differences of two arms are paired. This is no test,
-whether a study declared the comparison or not. A seed counts once: its values in a study and in the study's repetitions
+Prints the mean with Student's 95 % interval over seeds; the differences of two arms are paired. Five decimals, because
+pages round to two: 0.10465 is 0.10 there, and 0.105 might be either. This is no test, whether a study declared the
+comparison or not. A seed counts once: its values in a study and in the study's repetitions
 (--roundings, STUDY_intel) are averaged first, as many as there are; the tables `roundings` pool only the seeds that
 every rounding has. Several studies count as independent: studies that share seeds are refused. --less subtracts the
 values of another study with the same seeds.
@@ -44,7 +45,8 @@ def main() -> None:
         interval = over_seeds(found)
     except ValueError as error:
         parser.error(str(error))
-    print(f"{len(found)} values, {(found > 0).sum()} above 0, of {interval.n} seeds: {interval}")
+    said = interval.text(".5f") + ("" if interval.known else " (no interval)")
+    print(f"{len(found)} values, {(found > 0).sum()} above 0, of {interval.n} seeds: {said}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Scripts that read the committed tables of several studies."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ def test_pairs_of_studies_are_joined_by_seed_and_arms_that_are_none_are_refused(
     assert len(stale) == 9 and min(stale) > 0
     monkeypatch.setattr("sys.argv", ["pooled.py", name.format(""), name.format("_intel")])
     pooled["main"]()
-    both = student_interval((stale.to_numpy() + again.to_numpy()) / 2)
+    both = student_interval((stale.to_numpy() + again.to_numpy()) / 2).text(".5f")
     assert capsys.readouterr().out == f"18 values, {sum(stale > 0) + sum(again > 0)} above 0, of 9 seeds: {both}\n"
     with pytest.raises(ValueError, match="methods_stale has no arm gspo; it has cispo_partial, dppo_partial"):
         published_values(RESULTS, "methods_stale:grpo:gspo")
@@ -63,7 +64,8 @@ def test_differences_of_any_two_arms_are_those_of_the_tables_under_one_rounding_
     monkeypatch.setattr("sys.argv", ["pooled.py", "--roundings", "int4_sort:old_int4:grpo_int4"])
     pooled["main"]()
     mean, low, high = rows.loc[(*pair, "pooled"), ["difference", "low", "high"]]
-    assert capsys.readouterr().out.endswith(f"of 9 seeds: {mean:.3f} [{low:.3f}, {high:.3f}]\n")
+    printed = re.findall(r"-?\d\.\d{5}", capsys.readouterr().out.rpartition("of 9 seeds: ")[2])
+    assert [float(number) for number in printed] == pytest.approx([mean, low, high], abs=1e-5)
     runs = pd.read_csv(results / "runs.csv").query("rounding == 'native'").set_index(["arm", "seed"])["held_out"]
     held = published_values(RESULTS, "int4_sort:old_int4:grpo_fp32", "held_out").to_numpy()
     assert held == pytest.approx((runs["old_int4"] - runs["grpo_fp32"]).to_numpy())
@@ -80,8 +82,8 @@ def test_a_study_of_the_same_seeds_is_taken_away_run_by_run(monkeypatch, capsys)
     expected = (wide["grpo_lower_rate"] - wide["grpo"]) - (dense["grpo_lower_rate"] - dense["grpo"])
     monkeypatch.setattr("sys.argv", ["pooled.py", names[0], "--less", names[1]])
     pooled["main"]()
-    said = f"12 values, {sum(expected > 0)} above 0, of 12 seeds: {student_interval(expected.to_numpy())}\n"
-    assert capsys.readouterr().out == said
+    interval = student_interval(expected.to_numpy()).text(".5f")
+    assert capsys.readouterr().out == f"12 values, {sum(expected > 0)} above 0, of 12 seeds: {interval}\n"
     both = [published_values(RESULTS, name, roundings=True) for name in names]
     shared = set(both[0].index.droplevel(0)) & set(both[1].index.droplevel(0))
     assert set(less_same_seeds(*both).index.droplevel(0)) == shared >= {("native", seed) for seed in wide.index}
