@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import weakref
 from typing import Any
 
@@ -348,6 +349,31 @@ def test_a_recording_that_is_kept_keeps_no_model() -> None:
     del model
     gc.collect()
     assert alive() is None and recording.routes.shape == (2, 7, 3, 2)
+
+
+def test_contexts_that_are_closed_leave_no_object_and_no_open_file(tmp_path) -> None:
+    model, inputs, path = moe().train(), tokens(), tmp_path / "routes"
+    model.gradient_checkpointing_enable()
+
+    def contexts() -> None:
+        with attach(model), torch.no_grad(), record_routes(model) as recording:
+            model.generate(inputs, max_new_tokens=2)
+        recording.routes.save(path)
+        with pytest.raises(RoutingError), replay_routes(model, RoutedExperts.load(path)):
+            model(inputs[:1])
+        with replay_routes(model, routes_of(model, inputs), shadow=True), record_margins(model):
+            loss = model(inputs, use_cache=False).logits.sum()
+        loss.backward()
+
+    def after(times: int) -> tuple[int, int]:
+        for _ in range(times):
+            contexts()
+        gc.collect()
+        return len(gc.get_objects()), len(os.listdir("/dev/fd"))
+
+    (objects, files), (more_objects, more_files) = after(2), after(9)
+    assert more_objects - objects < 9, "less than one for each time"
+    assert more_files == files and not hooked(model)
 
 
 @torch.no_grad()
