@@ -128,6 +128,25 @@ def test_other_routers_are_in_place_inside_the_block_only(tokenizer):
         pass
 
 
+def test_of_gemma_4_the_whole_router_is_swapped_and_nothing_else_of_its_layer():
+    """The router, which has scales beside its matrix, is a part of the decoder layer itself, as `layer_scalar` is."""
+    shape = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
+    shape |= {"vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 8, "head_dim": 8}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    shape |= {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
+    config = transformers.Gemma4TextConfig(**shape, enable_moe_block=True)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    before, other = copy.deepcopy(model.state_dict()), copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            tensor += 1
+    with with_gates(model, gates_of(other)):
+        changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    router = ("proj.weight", "scale", "per_expert_scale")
+    assert changed == {f"model.layers.{layer}.router.{name}" for layer in (0, 1) for name in router}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 BLOCKS = {
     "MiniMaxM2": ({"num_local_experts": 4, "rotary_dim": 8}, "e_score_correction_bias"),
     "Lfm2Moe": (
