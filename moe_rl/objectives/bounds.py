@@ -30,7 +30,11 @@ class Range:
     def refusal(self, name: str, value: Any) -> str | None:
         """Return a message that the setting `name` has a `value` outside the interval; None if it is inside."""
         number = isinstance(value, int if self.whole else int | float) and not isinstance(value, bool)
-        if number and math.isfinite(value):
+        try:
+            finite = number and math.isfinite(value)
+        except OverflowError:
+            return f"{name}: expected {self}, got one of {value.bit_length()} bits, which is larger than any float"
+        if finite:
             above = value > self.low if self.open_low else value >= self.low
             below = value < self.high if self.open_high else value <= self.high
             if above and below:

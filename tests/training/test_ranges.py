@@ -54,6 +54,14 @@ def get(config, name):
     return config
 
 
+def test_whole_numbers_beyond_every_float_are_refused():
+    """`math.isfinite` raises OverflowError for them, which the command line does not catch."""
+    for name, value in {"optim.steps": 10**400, "seed": -(10**400), "optim.learning_rate": 10**400}.items():
+        message = rf"{name}: expected a .* number .*, got one of 1329 bits, which is larger than any float"
+        with pytest.raises(ValueError, match=message):
+            validate(put(RunConfig(), name, value))
+
+
 def test_every_number_has_a_range():
     assert len(RANGES) > 70
     assert all(isinstance(interval, Range) for interval in RANGES.values())
