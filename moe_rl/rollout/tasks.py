@@ -88,7 +88,7 @@ def _check_options(config: TaskConfig, known: Mapping[str, Any]) -> None:
     """Raise TaskError if an option is not among the `known` fields (name -> type) or has a wrong simple type."""
     for key, value in config.options.items():
         if key not in known:
-            raise TaskError(f"task.options.{key}: {config.name} has no such option{nearest(key, known)}")
+            raise TaskError(f"task.options.{key}: {config.name} has no such option{nearest(str(key), known)}")
         kind = known[key]
         if kind not in (int, float, str, bool):
             continue  # other types are left to the class itself to check

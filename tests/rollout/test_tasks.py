@@ -140,6 +140,7 @@ def test_a_task_without_a_second_split_says_so():
     [
         (TaskConfig("mod_chian"), "unknown task 'mod_chian'; did you mean 'mod_chain'"),
         (TaskConfig("mod_chain", {"step": 3}), "task.options.step: mod_chain has no such option; did you mean 'steps'"),
+        (TaskConfig("mod_chain", {True: 3}), "task.options.True: mod_chain has no such option; known: modulus"),
         (TaskConfig("mod_chain", {"steps": "3"}), "task.options.steps: expected int, got '3'"),
         (TaskConfig("mod_chain", {"steps": True}), "task.options.steps: expected int, got True"),
         (TaskConfig("mod_chain", {"steps": 0}), "task.options.steps: expected at least 1, got 0"),
