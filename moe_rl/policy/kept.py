@@ -37,15 +37,20 @@ REMEDY = "Delete the folder: it will be made anew."
 
 
 def kept_cold_start(
-    tiny: TinyConfig, start: ColdStartConfig, task: Task, root: Path, progress: Progress | None
+    tiny: TinyConfig,
+    start: ColdStartConfig,
+    task: Task,
+    root: Path,
+    progress: Progress | None,
+    seconds: float | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Return the folder in `root` of the cold-started model, made now if it is not there, and what the model reached.
 
-    Processes that want the same model at the same time make it once.
+    Processes that want the same model at the same time make it once. seconds: see `load_policy`.
 
     Raises ModelError: the model did not reach its `until_reward`, the folder is damaged or cannot be written.
     """
-    recipe = _recipe(tiny, start, task)
+    recipe = _recipe(tiny, start, task, seconds)
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     folder = root / key
     try:
@@ -56,7 +61,7 @@ def kept_cold_start(
     if not folder.exists():
         with one_at_a_time(root / f"{key}.lock"):
             if not folder.exists():
-                _make(tiny, start, task, recipe, folder, progress)
+                _make(tiny, start, task, recipe, folder, progress, seconds)
     try:
         stored = parse_json((folder / COLD_START).read_bytes())
         if stored["recipe"] != recipe:
@@ -79,7 +84,13 @@ def kept_cold_start(
 
 
 def _make(
-    tiny: TinyConfig, start: ColdStartConfig, task: Task, recipe: Any, folder: Path, progress: Progress | None
+    tiny: TinyConfig,
+    start: ColdStartConfig,
+    task: Task,
+    recipe: Any,
+    folder: Path,
+    progress: Progress | None,
+    seconds: float | None,
 ) -> None:
     """Make a cold-started model in `folder`: in fp32, on one thread, with the tiny model's default implementations,
     whatever implementations the run loads it with.
@@ -89,7 +100,7 @@ def _make(
     tokenizer = char_tokenizer(task.alphabet)
     model = build_tiny(tiny, tokenizer)
     with _one_thread():
-        result = cold_start(model, tokenizer, task, start, progress)
+        result = cold_start(model, tokenizer, task, start, progress, seconds)
     unfinished = folder.with_name(f".{folder.name}.{platform.node()}.{os.getpid()}")
     try:
         with no_progress_bars():
@@ -109,7 +120,7 @@ def _make(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _recipe(tiny: TinyConfig, start: ColdStartConfig, task: Task) -> dict[str, Any]:
+def _recipe(tiny: TinyConfig, start: ColdStartConfig, task: Task, seconds: float | None) -> dict[str, Any]:
     """Return the recipe of a cold-started model, all that decides its weights on one machine: settings, the task's
     problems, demonstrations and rewards (its name alone could stand for another task), and, because over some hundred
     steps another rounding makes another model, instruction set and experts implementation."""
@@ -122,8 +133,10 @@ def _recipe(tiny: TinyConfig, start: ColdStartConfig, task: Task) -> dict[str, A
             demonstration = demonstrate(problem, rng, 0.5)
         # verifiers differ in which texts they accept beside the bare answer
         judged = (answer, f"= {answer}", f"{answer} or {answer}", demonstration, "")
-        with user_code(task, "reward", problem):
-            rewards = [task.reward(problem, text) for text in judged]
+        rewards = []
+        for text in judged:
+            with user_code(task, "reward", problem, text, seconds):
+                rewards.append(task.reward(problem, text))
         shown.append((problem.prompt, answer, demonstration, rewards))
     recipe = {
         "tiny": asdict(tiny),

@@ -92,6 +92,7 @@ def load_policy(
     progress: Progress | None = None,
     weights: bool = True,
     report: Callable[[dict[str, Any]], None] | None = None,
+    seconds: float | None = None,
 ) -> tuple[Any, Any]:
     """Load or make the policy; return it, in `eval()` mode on the CPU, with its tokenizer. Reaches the network only for
     a hub id.
@@ -107,6 +108,7 @@ def load_policy(
         report: called once with the policy's origin: `weights_sha256`, a digest of its weights, and `cold_start`: None
             or a cold start's `seed`, the `steps` it took, the held-out `reward` it reached, its `until_reward`, and the
             `kernels` it was made with. Not called without `weights`.
+        seconds: how long the task's verifier may take for one completion of the cold start; None: no limit.
 
     Raises:
         ModelError: a cold start that did not reach its `until_reward`; no such folder or hub model, not a causal
@@ -125,7 +127,7 @@ def load_policy(
         cast_parameters(model, DTYPES[config.dtype])  # rotary frequencies stay in fp32, as in a loaded model
     else:
         with tempfile.TemporaryDirectory(prefix="moe_rl-") if cache_dir is None else nullcontext(cache_dir) as root:
-            folder, reached = kept_cold_start(config.tiny, config.cold_start, task, Path(root), progress)
+            folder, reached = kept_cold_start(config.tiny, config.cold_start, task, Path(root), progress, seconds)
             try:
                 model, tokenizer = _load(str(folder), config, weights)
             except ModelError as error:

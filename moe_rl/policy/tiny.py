@@ -202,7 +202,12 @@ def _hf_config(config: TinyConfig, tokenizer: Any) -> Any:
 
 
 def cold_start(
-    model: Any, tokenizer: Any, task: Task, config: ColdStartConfig, progress: Progress | None = None
+    model: Any,
+    tokenizer: Any,
+    task: Task,
+    config: ColdStartConfig,
+    progress: Progress | None = None,
+    seconds: float | None = None,
 ) -> dict[str, Any]:
     """Train the model to imitate noisy demonstrations: cross-entropy on completion tokens plus the load-balancing loss.
 
@@ -216,6 +221,7 @@ def cold_start(
         task: must have `demonstration(problem, rng, noise)`.
         config: the hyper-parameters.
         progress: called after every step.
+        seconds: how long the task's verifier may take for one completion; None: no limit.
 
     Returns:
         `loss` (nats per completion token) and `aux_loss` of every step; `checks`: step and held-out mean reward of each
@@ -224,6 +230,7 @@ def cold_start(
 
     Raises:
         ModelError: the task has no demonstrations; a hyper-parameter out of range; a loss that is not finite.
+        TaskError: the task's code failed, or its verifier took too long.
     """
     if not hasattr(task, "demonstration"):
         raise ModelError(
@@ -264,22 +271,22 @@ def cold_start(
         if progress:
             progress(step, config.steps, history["loss"][-1])
         if config.until_reward is not None and (step % config.check_every == 0 or step == config.steps):
-            reward = pass_at_1(model, tokenizer, task, config.check_problems)
+            reward = pass_at_1(model, tokenizer, task, config.check_problems, seconds)
             history["checks"].append([step, reward])
             if reward >= config.until_reward:
                 break
     model.eval()
     if reward is None:
-        reward = pass_at_1(model, tokenizer, task, config.check_problems)
+        reward = pass_at_1(model, tokenizer, task, config.check_problems, seconds)
     reached = config.until_reward is None or reward >= config.until_reward
     return {**history, "steps": step, "pass@1": reward, "reached": reached}
 
 
-def pass_at_1(model: Any, tokenizer: Any, task: Task, problems: int) -> float:
+def pass_at_1(model: Any, tokenizer: Any, task: Task, problems: int, seconds: float | None = None) -> float:
     """Return the mean reward on held-out problems, one completion each, at temperature 1; always the same problems."""
     rng = random.Random("cold-start/held-out")
     asked = problems_of(task, rng, problems, held_out=True)
-    rollout = in_turns(ModelEngine(model, tokenizer), task, tokenizer).sample(
+    rollout = in_turns(ModelEngine(model, tokenizer), task, tokenizer, seconds).sample(
         asked,
         group_size=1,
         max_new_tokens=task.max_new_tokens,
@@ -287,7 +294,7 @@ def pass_at_1(model: Any, tokenizer: Any, task: Task, problems: int) -> float:
         generator=torch.Generator().manual_seed(0),
         record_routes=False,
     )
-    return float(score(task, rollout).rewards.mean())
+    return float(score(task, rollout, seconds).rewards.mean())
 
 
 def demonstration_batch(

@@ -76,6 +76,7 @@ def _begin(
         _cold_start_rows(listener),
         weights=ranks.loads,
         report=_policy_row(listener),
+        seconds=config.task.verifier_seconds,
     )
     check_end(model, tokenizer, config.model.path)
     if config.distributed.router_fp32:

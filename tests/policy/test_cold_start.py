@@ -1,5 +1,6 @@
 """Cold starts: what they learn, when they stop, and what they refuse."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -123,6 +124,13 @@ def test_a_task_that_fails_in_a_cold_start_is_named(part, monkeypatch):
     monkeypatch.setattr(type(TASK), part, lambda *_, **options: {}["no such key"])
     with pytest.raises(TaskError, match=rf"task copy, {part}: KeyError: 'no such key'"):
         cold_start(build_tiny(SMALL, TOKENIZER), TOKENIZER, TASK, START)
+
+
+def test_a_verifier_that_hangs_in_a_check_of_a_cold_start_is_stopped(monkeypatch):
+    monkeypatch.setattr(type(TASK), "reward", lambda *_: time.sleep(0.5) or 0.0)
+    short = replace(START, steps=1, check_problems=1)
+    with pytest.raises(TaskError, match=r"task copy, reward: did not return within 0\.1 seconds .*completion '"):
+        cold_start(build_tiny(SMALL, TOKENIZER), TOKENIZER, TASK, short, seconds=0.1)
 
 
 def test_a_task_without_demonstrations_says_what_to_do():

@@ -12,6 +12,7 @@ from micro import MICRO, rows
 from safetensors.torch import load_file
 
 from moe_rl.policy.models import ModelConfig, load_model
+from moe_rl.policy.tiny import ColdStartConfig
 from moe_rl.rollout.task import TaskError
 from moe_rl.routing import RoutedExperts
 from moe_rl.training import MethodConfig, ProbeConfig, run, train
@@ -171,6 +172,19 @@ def test_a_verifier_that_does_not_return_is_stopped(part, advantage, tmp_path, m
     with pytest.raises(TaskError, match=said):
         train(replace(MICRO, method=method, task=replace(MICRO.task, verifier_seconds=0.2)), tmp_path)
     assert time.monotonic() - began < 500
+
+
+def test_a_verifier_that_does_not_return_is_stopped_before_a_cold_start_too(tmp_path, monkeypatch):
+    """On the empty completion, by which a kept cold start recognises its task: not of step 0, which names itself."""
+
+    def hang(self, problem, completion):
+        time.sleep(0 if completion else 0.5)
+        return 0.0
+
+    monkeypatch.setattr("moe_rl.rollout.character_tasks.ModChain.reward", hang)
+    model = replace(MICRO.model, cold_start=ColdStartConfig(steps=1, check_problems=1))
+    with pytest.raises(TaskError, match=r"^task mod_chain, reward: did not return within 0\.1 seconds .*completion ''"):
+        train(replace(MICRO, model=model, task=replace(MICRO.task, verifier_seconds=0.1)), tmp_path)
 
 
 def test_a_run_whose_task_failed_goes_on_where_it_stopped(tmp_path, monkeypatch):
