@@ -39,7 +39,7 @@ from moe_rl.rollout import Task, score
 from moe_rl.rollout.character_tasks import BOS, EOS
 from moe_rl.rollout.continuing import in_turns
 from moe_rl.rollout.engine import ModelEngine
-from moe_rl.rollout.task import problems_of, token_ids, user_code
+from moe_rl.rollout.task import TaskError, problems_of, token_ids, user_code
 from moe_rl.routing.experts import register_experts
 from moe_rl.routing.sites import router_parameters
 
@@ -230,7 +230,7 @@ def cold_start(
 
     Raises:
         ModelError: the task has no demonstrations; a hyper-parameter out of range; a loss that is not finite.
-        TaskError: the task's code failed, or its verifier took too long.
+        TaskError: the task's code failed, a demonstration is no text, or the verifier took too long.
     """
     if not hasattr(task, "demonstration"):
         raise ModelError(
@@ -251,6 +251,8 @@ def cold_start(
         problems = problems_of(task, rng, config.batch_size)
         with user_code(task, "demonstration"):
             texts = [task.demonstration(problem, rng, config.demonstration_noise) for problem in problems]
+            if wrong := [text for text in texts if not isinstance(text, str)]:
+                raise TaskError(f"expected a text, got {wrong[0]!r}")
         batch = demonstration_batch(tokenizer, [p.prompt for p in problems], texts)
         ids, attention, labels = (part.to(device) for part in batch)
         balanced = bool(config.aux_loss_coef)

@@ -126,6 +126,13 @@ def test_a_task_that_fails_in_a_cold_start_is_named(part, monkeypatch):
         cold_start(build_tiny(SMALL, TOKENIZER), TOKENIZER, TASK, START)
 
 
+def test_a_demonstration_that_is_no_text_is_refused(monkeypatch):
+    """An answer that a task of one's own left a number, for example."""
+    monkeypatch.setattr(type(TASK), "demonstration", lambda *_: 5)
+    with pytest.raises(TaskError, match=r"^task copy, demonstration: expected a text, got 5$"):
+        cold_start(build_tiny(SMALL, TOKENIZER), TOKENIZER, TASK, START)
+
+
 def test_a_verifier_that_hangs_in_a_check_of_a_cold_start_is_stopped(monkeypatch):
     monkeypatch.setattr(type(TASK), "reward", lambda *_: time.sleep(0.5) or 0.0)
     short = replace(START, steps=1, check_problems=1)
