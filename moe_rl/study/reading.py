@@ -161,6 +161,7 @@ def _replay_check(data: StudyData) -> Iterator[Statement]:
 def _outcomes(data: StudyData) -> Iterator[Statement]:
     topic = "Runs that failed"
     runs, table = run_outcomes(data), final_rewards(data)
+    table["runs"] = table["by_seed"].map(len)
     if not runs["start"].notna().any():
         yield Statement(topic, "No run recorded its reward at step 0, so it cannot be told which failed.")
         return
@@ -170,7 +171,7 @@ def _outcomes(data: StudyData) -> Iterator[Statement]:
         ("below_start", "ended below it"),
         ("collapsed", "collapsed"),
     ):
-        counted = "n" if column == "collapsed" else "judged"
+        counted = "runs" if column == "collapsed" else "judged"
         counts = by_arm(data, table, column, counted)
         of = len(runs) if column == "collapsed" else int(table["judged"].sum())
         number = f"{int(runs[column].sum())} of {of}"

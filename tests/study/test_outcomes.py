@@ -36,6 +36,18 @@ def test_the_reward_of_demonstrations_is_nobodys_final_reward():
     assert np.isnan(final_rewards(without).set_index("arm")["final"]["gspo"])
 
 
+def test_a_run_that_collapsed_before_its_last_evaluation_is_one_of_its_arms_runs():
+    study = study_of({"grpo": (0.0, 0.0)})
+    curves = {0: [0.8] * 5 + [0.1] * 5, 1: [0.8] * 10}
+    rows = [("grpo", seed, step, reward) for seed, curve in curves.items() for step, reward in enumerate(curve)]
+    going = tuple(replace(run, finished=False) for run in study.runs)
+    rollouts = pd.DataFrame(rows, columns=["arm", "seed", "step", "reward"])
+    study = replace(study, runs=going, rollouts=rollouts, evals=at_start(study, 0.4))
+    study = replace(study, config={**study.config, "outcome": "held_out"})
+    assert final_rewards(study)["n"].tolist() == [0]
+    assert "that collapsed: 1 of 2 (GRPO: 1 of 2)" in text_on(study, "Runs that failed")
+
+
 def test_a_study_may_declare_held_out_reward_as_what_it_compares():
     study = study_of({"grpo": EIGHT, "gspo": EIGHT})
     rows = [
