@@ -110,9 +110,10 @@ def _compared_routing_noise(data: StudyData, topic: str) -> Iterator[Statement]:
     found = []
     for pair in routing_noise_ratios(data):
         ratio = pair.result.difference.exp()
+        interval = f"{ratio.method} [{two(ratio.low)}, {two(ratio.high)}], " if ratio.known else ""
         found.append(
-            f"{full_label(data, pair.arm)} over {full_label(data, pair.other)} ×{two(ratio.estimate)} ({ratio.method} "
-            f"[{two(ratio.low)}, {two(ratio.high)}], {count(pair.result.n, 'seed')}): {pair.result.verdict}"
+            f"{full_label(data, pair.arm)} over {full_label(data, pair.other)} ×{two(ratio.estimate)} ({interval}"
+            f"{count(pair.result.n, 'seed')}): {pair.result.verdict}"
         )
     if found:
         yield Statement(

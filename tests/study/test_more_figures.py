@@ -314,6 +314,9 @@ def test_routing_noise_is_compared_by_geometric_mean_and_seed(split):
     assert (result.interest, result.verdict) == (pytest.approx(np.log(1.25)), "too few pairs")  # three seeds
     words = [s.text for s in reading.read(study) if s.topic == "Where the log-ratio comes from"]
     assert "GSPO over GRPO ×0.5 (range [0.5, 0.5], 3 seeds): too few pairs" in words[1]
+    one = replace(study, runs=tuple(replace(run, finished=run.seed == 0) for run in study.runs))
+    words = [s.text for s in reading.read(one) if s.topic == "Where the log-ratio comes from"]
+    assert "GSPO over GRPO ×0.5 (1 seed): too few pairs" in words[1]
     assert len(routing_noise(replace(study, decompositions=pd.DataFrame()))) == 0
 
 
