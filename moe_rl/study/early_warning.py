@@ -47,7 +47,7 @@ def signals(data: StudyData, steps: int) -> pd.DataFrame:
     key = ["arm", "seed"]
     rollouts, updates, probes = (t[t["step"] < steps] for t in (data.rollouts, data.updates, data.probes))
     found = updates.groupby(key)[[s for s in UPDATE_SIGNALS if s in updates]].mean()
-    found = found.join(rollouts.groupby(key)[REWARD].mean())
+    found = found.join(rollouts.groupby(key)[REWARD].mean(), how="outer")  # other trainers may write no updates
     found = found.join(probes.groupby(key)[[s for s in PROBE_SIGNALS if s in probes]].mean())
     for name, (part, whole) in SHARES.items():
         if {part, whole} <= set(probes):
@@ -78,7 +78,7 @@ def run_signals(data: StudyData, prefixes: Sequence[int] = PREFIXES) -> pd.DataF
     """
     if REWARD not in data.rollouts:
         return pd.DataFrame(columns=["arm", "seed", "cold_start", "run", "final", "bad", "steps"])
-    runs = run_outcomes(data).set_index(["arm", "seed"]).join(origins(data, data.name))
+    runs = run_outcomes(data).set_index(["arm", "seed"]).join(origins(data, data.name), how="inner")
     known = runs["gain"].notna() | runs["collapsed"].astype(bool)
     runs = runs[runs["finished"].astype(bool) & runs["final"].notna() & known]
     # rewards of responses that are not the policy's are the same in every run that learns from them

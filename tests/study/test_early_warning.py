@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from scipy.stats import rankdata, spearmanr
 
-from moe_rl.study import load
+from moe_rl.study import RunWriter, load
 from moe_rl.study.early_warning import (
     UPDATE_SIGNALS,
     arms_of,
@@ -64,6 +64,23 @@ def test_runs_under_another_rounding_are_another_arm(folder, tmp_path):
     bad = (both["rounding"] == "avx2").to_numpy()
     assert not len(pairs_within(bad, arms_of(both))[0])
     assert len(pairs_within(bad, arms_of(both.drop(columns="rounding")))[0])
+
+
+def test_runs_without_updates_have_their_reward_and_runs_without_rollouts_have_no_signals(tmp_path):
+    """As other trainers may write them: GRPO here, and supervised training that samples nothing."""
+    for arm in ("grpo", "sft"):
+        for seed in (0, 1):
+            with RunWriter(tmp_path, arm=arm, seed=seed, config={"objective": arm}) as run:
+                run.eval(0, reward=0.1)
+                for step in range(7 if arm == "grpo" else 0):
+                    run.rollout(step, reward=0.1 * step)
+                if (arm, seed) == ("grpo", 1):
+                    run.update(0, 1, grad_norm=2.0)
+                run.eval(7, reward=0.7)
+    table = run_signals(load(tmp_path), (5,))
+    assert list(zip(table["arm"], table["seed"], strict=True)) == [("grpo", 0), ("grpo", 1)]
+    assert table["reward"].tolist() == pytest.approx([0.2, 0.2])  # mean of 0, 0.1, .., 0.4
+    assert table["grad_norm"].tolist() == pytest.approx([math.nan, 2.0], nan_ok=True)
 
 
 def test_rank_correlation_sees_order_alone():
