@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from moe_rl.study.figures.gallery.design_effect import design_effects
 from moe_rl.study.figures.gallery.engine_mismatch import engine_table
 from moe_rl.study.figures.gallery.gradient_bias import gradient_table
 from moe_rl.study.figures.gallery.precision import engine_format, precision_table
+from moe_rl.study.figures.style import NothingToDraw
 from moe_rl.study.folders import section
 from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.roundings import component_table, conclusion_table, of_each_rounding
@@ -83,20 +85,22 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         if len(effects):
             medians = effects[["design_effect", "tokens_flipped"]].median().reset_index()
             found["design_effect"] = seed_means(medians, ["arm", "length"])
-    if "predictor_kl" in data.updates:
+    if {"predictor_kl", "predictor_kl_unmoved"} <= set(data.updates):
         shares = of_each_rounding(data, predicted_shares)
         keys = ["arm", *(name for name in shares if name == "rounding")]
         found["predictions"] = seed_means(shares, keys, ("all", "early", "later"), ("all", "early", "later"))
     if "gradient_cosine" in data.probes:
         found["gradients"] = seed_means(gradient_table(data), ["arm", "update"])
     if len(data.decompositions):
-        shares = share_table(data).pivot(index=["arm", "seed", "level", "update"], columns="part", values="share")
-        found["decomposition"] = seed_means(shares.reset_index(), ["arm", "level", "update"], list(PARTS))
+        with suppress(NothingToDraw):  # other trainers may write some of the parts
+            shares = share_table(data).pivot(index=["arm", "seed", "level", "update"], columns="part", values="share")
+            found["decomposition"] = seed_means(shares.reset_index(), ["arm", "level", "update"], list(PARTS))
         ratios = [(pair, pair.result.difference.exp()) for pair in routing_noise_ratios(data)]
         found["routing_noise"] = pd.DataFrame(
             {"arm": pair.arm, "other": pair.other, "n": ratio.n, **ratio.columns("ratio")} for pair, ratio in ratios
         )
-        found["decomposed_probes"] = data.decompositions[["arm", "seed", "step", "update", *DECOMPOSED]]
+        if set(DECOMPOSED) <= set(data.decompositions):
+            found["decomposed_probes"] = data.decompositions[["arm", "seed", "step", "update", *DECOMPOSED]]
     if len(data.engines):
         found["engines"] = seed_means(engine_table(data).drop(columns="clip_low"), ["arm", "routing"])
         if len({name for name, _ in map(engine_format, (run.config for run in data.runs)) if name}) >= 3:
@@ -109,8 +113,8 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     found["rate_exponents"] = rate_exponents(data)
     if "site_max_vio" in data.probes and "max_vio" in data.updates:
         found["balance"] = seed_means(_balance(data), ["arm"])
-    if "old_tokens" in data.rollouts:
-        names = ["old_tokens", "version_age", "version_age_max"]  # the share that earlier weights wrote; steps
+    names = ["old_tokens", "version_age", "version_age_max"]  # the share that earlier weights wrote; steps
+    if set(names) <= set(data.rollouts):
         ages = data.rollouts.dropna(subset=["old_tokens"]).groupby(["arm", "seed"])[names].mean()
         found["versions"] = seed_means(ages.reset_index(), ["arm"])
     if len(data.route_files):
@@ -251,12 +255,13 @@ def update_outcomes(data: StudyData) -> pd.DataFrame:
     if "probs_ratio_max" in rows:
         peaks = rows.sort_values("grad_norm", na_position="first").drop_duplicates(keys, keep="last").set_index(keys)
         found["ratio_at_peak"] = peaks["probs_ratio_max"]
-    if "predictor_kl" in rows:
+    if {"predictor_kl", "predictor_kl_unmoved"} <= set(rows):
         found = found.join(of_run[["predictor_kl", "predictor_kl_unmoved"]].mean())
     if "correction_weight_mean" in rows:
         found["correction_weight"] = of_run["correction_weight_mean"].mean()
         for what in ("dropped", "truncated"):
-            found[f"correction_{what}"] = pooled_rate(rows, f"correction_{what}_tokens", "tokens", keys)
+            if {"tokens", f"correction_{what}_tokens"} <= set(rows):
+                found[f"correction_{what}"] = pooled_rate(rows, f"correction_{what}_tokens", "tokens", keys)
     return found.reset_index()
 
 
@@ -282,17 +287,28 @@ def rate_exponents(data: StudyData) -> pd.DataFrame:
     `exponent` is b, with its interval over seeds (`power_law`); rates are pooled over the probes of a run. Empty unless
     every arm has a learning rate of its own and there are at least three.
     """
-    learning = {run.arm: float(section(run.config, "optim").get("learning_rate", np.nan)) for run in data.runs}
-    if len(set(learning.values())) < max(FEWEST, len(learning)) or data.probes.empty:
+    learning = {run.arm: _learning_rate(run.config) for run in data.runs}
+    known = np.isfinite([*learning.values()]).all()
+    if not known or len(set(learning.values())) < max(FEWEST, len(learning)) or data.probes.empty:
         return pd.DataFrame()
     rows = []
     for unit in ("slot", "site", "token"):
+        if not {f"{unit}s_changed", f"{unit}s"} <= set(data.probes):
+            continue
         rates = data.rates(unit, by=["arm", "seed", "update"])
         rates["learning_rate"] = rates["arm"].astype(str).map(learning)
         for update, part in rates.groupby("update"):
             fit = power_law(part, "learning_rate", "rate")
             rows += [] if fit is None else [{"update": update, "of": f"{unit}s", **fit}]
     return pd.DataFrame(rows)
+
+
+def _learning_rate(config: dict[str, Any]) -> float:
+    """Return the learning rate of a run; NaN where it has none, or another trainer's that is no number."""
+    try:
+        return float(section(config, "optim").get("learning_rate", np.nan))
+    except (TypeError, ValueError):
+        return np.nan
 
 
 def _balance(data: StudyData) -> pd.DataFrame:

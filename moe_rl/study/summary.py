@@ -31,10 +31,9 @@ def routing_noise(data: StudyData) -> pd.DataFrame:
     nothing was split.
     """
     columns = ["arm", "seed", "update", "level", "variance"]
-    rows = data.decompositions
-    if rows.empty or "token_var_routing" not in rows:
+    rows, names = data.decompositions, {f"{level}_var_routing": level for level in ("token", "sequence")}
+    if rows.empty or not set(names) <= set(rows):
         return pd.DataFrame(columns=columns)
-    names = {f"{level}_var_routing": level for level in ("token", "sequence")}
     long = rows.melt(["arm", "seed", "update"], list(names), "level", "variance")
     long = long[long["variance"] > 0].assign(variance=np.log(long["variance"].where(long["variance"] > 0)))
     means = long.groupby(["arm", "seed", "update", "level"], observed=True)["variance"].mean().reset_index()

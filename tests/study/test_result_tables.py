@@ -94,6 +94,28 @@ def test_how_well_routes_were_foreseen_is_a_mean_over_updates(tmp_path):
     assert table.loc["grpo", "predictor_kl"] != table.loc["grpo", "predictor_kl"]
 
 
+def test_what_another_trainer_wrote_in_part_is_no_table_and_no_error(tmp_path):
+    """Each of these names stands alone: those that belong to it are missing."""
+    update = {"kind": "update", "step": 0, "update": 1, "grad_norm": 1.0, "predictor_kl": 1e-6}
+    update |= {"correction_weight_mean": 0.5, "correction_dropped_tokens": 3}
+    rows = [update, {"kind": "rollout", "step": 0, "reward": 0.5, "old_tokens": 0.5}]
+    rows += [{"kind": "decomposition", "step": 0, "update": 1, "token_var_routing": 0.1}]
+    gradients = {"gradient_cosine": 0.5, "layer_names": ["0"], "layer_gradient_cosine": [0.5]}
+    rows += [{"kind": "probe", "step": 0, "update": 1, "slots_changed": 1, "slots": 8, **gradients}]
+    rows += [{"kind": "probe", "step": 1, "update": 1, **gradients, "layer_gradient_cosine": None}]
+    for arm, rate in (("a", 1e-5), ("b", 1e-4), ("c", 1e-3)):
+        write_rows(tmp_path / arm / "seed0", rows, {"optim": {"learning_rate": rate}})
+    tables = result_tables(load(tmp_path))
+    assert tables.keys().isdisjoint({"predictions", "versions", "decomposition", "decomposed_probes", "routing_noise"})
+    assert tables["updates"]["correction_weight"].tolist() == [0.5] * 3
+    assert not {"correction_dropped", "predictor_kl"} & set(tables["updates"])
+    assert tables["gradients"]["layer_0"].tolist() == [0.5] * 3
+    assert tables["rate_exponents"]["of"].tolist() == ["slots"]
+    for unknown in ("auto", None):
+        write_rows(tmp_path / "c" / "seed0", rows, {"optim": {"learning_rate": unknown}})
+        assert "rate_exponents" not in result_tables(load(tmp_path))
+
+
 def test_a_count_that_was_not_recorded_is_not_0():
     rows = pd.DataFrame(
         [("a", 2, 10), ("a", None, 10), ("b", None, 10), ("c", 1, None)], columns=["arm", "changed", "total"]

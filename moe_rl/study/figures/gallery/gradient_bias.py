@@ -55,7 +55,9 @@ def gradient_table(data: StudyData) -> pd.DataFrame:
     if {"layer_names", "layer_gradient_cosine"} <= set(rows):  # not in runs of earlier versions
         pairs = zip(rows["layer_names"], rows["layer_gradient_cosine"], strict=True)
         layers = [
-            {f"layer_{name}": x for name, x in zip(names, cosines, strict=True)} if isinstance(names, list) else {}
+            {f"layer_{name}": x for name, x in zip(names, cosines, strict=True)}
+            if isinstance(names, list) and isinstance(cosines, list)
+            else {}
             for names, cosines in pairs
         ]
         found = found.join(pd.DataFrame(layers, dtype=float))
