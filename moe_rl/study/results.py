@@ -362,9 +362,10 @@ def fill(text: str, results: str | Path = RESULTS) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Run `write DIR...`, `against DIR...`, `fill PAGE...` or `check PAGE...`; return the exit status."""
     verb, names = (arguments[0], list(arguments[1:])) if arguments else ("", [])
-    if verb not in ("write", "against", "fill", "check") or not names or any(name.startswith("-") for name in names):
-        print(__doc__, file=sys.stderr)
-        return 2
+    asked, known = not {"-h", "--help"}.isdisjoint(arguments), verb in ("write", "against", "fill", "check")
+    if asked or not known or not names or any(name.startswith("-") for name in names):
+        print(__doc__, file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     for name in names:
         if verb == "write":
             print("\n".join(map(str, write_results(name))))

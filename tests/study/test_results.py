@@ -179,7 +179,9 @@ def test_the_command_fills_and_checks(results, tmp_path, monkeypatch, capsys):
     assert main(["check", "PAGE.md"]) == 1
     assert main(["fill", "PAGE.md"]) == 0 and "| GRPO + Routing Replay − GRPO |" in page.read_text()
     assert main(["check", "PAGE.md"]) == 0
-    assert main(["publish", "PAGE.md"]) == 2
+    capsys.readouterr()
+    assert main(["publish", "PAGE.md"]) == 2 and capsys.readouterr().out == ""
+    assert main(["--help"]) == 0 and "study.results fill PAGE.md" in capsys.readouterr().out
     page.write_text("<!-- table: other/comparisons -->\n<!-- end -->\n")
     for verb in ("fill", "check"):
         with pytest.raises(ResultsError, match=r"PAGE\.md: table other/comparisons"):
