@@ -12,7 +12,7 @@ import pandas as pd
 
 from moe_rl.files import write_atomic
 from moe_rl.processes import ends_with_its_reader
-from moe_rl.study.published import repetitions
+from moe_rl.study.published import read_table, repetitions
 from moe_rl.study.roundings import on_its_side
 from moe_rl.study.statistics import Verdict
 from moe_rl.study.words import csv_text
@@ -31,7 +31,7 @@ def repeated_verdicts(results: Path = RESULTS) -> pd.DataFrame:
     """
     rows = []
     for table in repetitions(results):
-        first = pd.read_csv(results / table["study"].iloc[0] / "comparisons.csv").set_index(["arm", "other"])
+        first = read_table(results / table["study"].iloc[0] / "comparisons.csv").set_index(["arm", "other"])
         for pair, again in table.set_index(["arm", "other"]).iterrows():
             of = {"study": again["folder"], "again": again["rounding"], "claim": first.loc[pair, "verdict"]}
             rows.append({**of, "fate": fate(first.loc[pair], again, first.loc[pair, "interest"])})

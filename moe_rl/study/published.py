@@ -27,6 +27,18 @@ class ResultsError(ValueError):
     """
 
 
+NAMES = ("arm", "other", "label", "other_label", "rounding")
+"""Columns of committed tables that hold names."""
+
+
+def read_table(file: Path) -> pd.DataFrame:
+    """Return a committed table. Its `NAMES` are texts, also those that look like a number (`8`).
+
+    Only an empty cell is a missing value, not a name such as `null`.
+    """
+    return pd.read_csv(file, dtype=dict.fromkeys(NAMES, str), keep_default_na=False, na_values=[""])
+
+
 def published_roundings(folder: Path) -> dict[str, Rounding]:
     """Return the roundings of a committed `runs.csv` by name, in its order, `native` first.
 
@@ -40,7 +52,7 @@ def published_roundings(folder: Path) -> dict[str, Rounding]:
                 f"{folder}: no {name}; expected the committed results of a study that compares arms, from "
                 "the root of the repository"
             )
-    runs, table = pd.read_csv(folder / "runs.csv"), pd.read_csv(folder / "comparisons.csv")
+    runs, table = read_table(folder / "runs.csv"), read_table(folder / "comparisons.csv")
     if "rounding" not in runs:
         runs["rounding"] = NATIVE
     pairs = list(zip(table["arm"], table["other"], table["noise"].astype(float), strict=True))
@@ -122,7 +134,7 @@ def _roundings_of(folder: Path) -> pd.DataFrame:
     the table, also `native`, are then of the folder's own runs and get the names of `_rounding_name`.
     """
     _, name = _study_of(folder)
-    table = pd.read_csv(folder / "roundings.csv")
+    table = read_table(folder / "roundings.csv")
     table = table[table["rounding"] != "pooled"]
     if name and name not in set(table["rounding"]):
         table = table.assign(rounding=[_rounding_name(name, one) for one in table["rounding"]])
@@ -154,7 +166,7 @@ def published_repetitions(results: Path, study: str, arm: str, other: str) -> li
     The study as it was run first (`native`) comes first, then its `repetitions`; the list is empty if the two arms were
     never compared. The values of a comparison that was declared the other way round are turned round.
     """
-    first = pd.read_csv(results / study / "comparisons.csv").assign(rounding=NATIVE)
+    first = read_table(results / study / "comparisons.csv").assign(rounding=NATIVE)
     found: list[dict[str, object]] = []
     for row in pd.concat([first, *repetitions(results, study)]).to_dict("records"):
         if {row["arm"], row["other"]} != {arm, other}:
@@ -215,13 +227,13 @@ def published_values(
     study, *arms = name.split(":")
     if len(arms) not in (1, 2) or not (results / study / "runs.csv").is_file():
         raise ResultsError(f"{name}: expected STUDY:ARM or STUDY:ARM:OTHER, arms of {results}/STUDY/runs.csv")
-    table = pd.read_csv(results / study / "runs.csv")
+    table = read_table(results / study / "runs.csv")
     if "rounding" not in table:
         table["rounding"] = NATIVE
     if "sampled" not in table:
         table["sampled"] = table["final"].mask(table["measured"] == "held out")
     if (both := results / study / "both_engines.csv").is_file():
-        table = table.merge(pd.read_csv(both), how="left", on=["arm", "seed", "rounding"])
+        table = table.merge(read_table(both), how="left", on=["arm", "seed", "rounding"])
     if unknown := set(arms) - set(table["arm"]):
         known = ", ".join(dict.fromkeys(table["arm"]))
         raise ResultsError(f"{name}: {study} has no arm {' or '.join(sorted(unknown))}; it has {known}")
@@ -253,7 +265,7 @@ def published_updates(results: Path, study: str) -> pd.DataFrame:
     There is one row per run: what `update_outcomes` returns.
     """
     files = [file for file in sorted(results.glob(f"{study}*/updates.csv")) if _study_of(file.parent)[0] == study]
-    tables = {file.parent.name: pd.read_csv(file) for file in files}
+    tables = {file.parent.name: read_table(file) for file in files}
     rows = pd.concat([table.assign(folder=folder) for folder, table in tables.items()], ignore_index=True)
     return rows.assign(rounding=rows["rounding"].fillna(NATIVE) if "rounding" in rows else NATIVE)
 

@@ -30,7 +30,7 @@ from moe_rl.files import write_atomic
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.study.data import StudyData, load
 from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES
-from moe_rl.study.published import RESULTS, ResultsError, against_published, tables_of_repetition
+from moe_rl.study.published import RESULTS, ResultsError, against_published, read_table, tables_of_repetition
 from moe_rl.study.result_tables import environment_of, result_tables
 from moe_rl.study.statistics import Verdict
 from moe_rl.study.words import csv_text, markdown_table, minus, probability
@@ -332,10 +332,9 @@ def fill(text: str, results: str | Path = RESULTS) -> str:
 
     Raises ResultsError for a marker without an end or of another form, and for one that names a missing table.
     """
-    results = Path(results)
 
     def made(match: re.Match[str]) -> str:
-        file = results / match["study"] / f"{match['name']}.csv"
+        file = Path(results) / match["study"] / f"{match['name']}.csv"
         if not file.is_file():
             raise ResultsError(
                 f"table {match['study']}/{match['name']}: no {file}. Run the study, then "
@@ -343,7 +342,7 @@ def fill(text: str, results: str | Path = RESULTS) -> str:
             )
         if "<!-- table:" in match["body"]:
             raise ResultsError(f"table {match['study']}/{match['name']}: its marker has no <!-- end --> of its own")
-        table = markdown(match["name"], pd.read_csv(file))
+        table = markdown(match["name"], read_table(file))
         if match["folded"]:
             head = f"{match['study']}: {match['name'].replace('_', ' ')}"
             table = f"<details><summary>{head}</summary>\n\n{table}\n</details>\n"

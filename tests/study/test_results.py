@@ -7,8 +7,10 @@ import pandas as pd
 import pytest
 from synthetic import read_rows, write_rows, write_study
 
+from moe_rl.done import write_done
 from moe_rl.study import load
 from moe_rl.study.outcomes import final_rewards
+from moe_rl.study.published import published_roundings, published_values
 from moe_rl.study.result_tables import result_tables
 from moe_rl.study.results import ResultsError, fill, main, markdown, write_results
 from moe_rl.study.summary import change_rates
@@ -187,6 +189,27 @@ def test_the_command_fills_and_checks(results, tmp_path, monkeypatch, capsys):
         with pytest.raises(ResultsError, match=r"PAGE\.md: table other/comparisons"):
             main([verb, "PAGE.md"])
     assert "other/comparisons" in page.read_text()
+
+
+def test_names_of_arms_that_look_like_numbers_or_like_nothing_are_names(tmp_path):
+    """Written and read again, `8` would be a number and `null` no name."""
+    to = tmp_path / "results"
+    for study, arms in (("sizes", ("8", "16")), ("empty", ("null", "nan"))):
+        folder = tmp_path / study
+        for place in (folder, folder / "rounding_1"):
+            for arm in arms:
+                rows = [{"kind": "rollout", "step": step, "reward": 0.5 + 0.1 * (arm == arms[0])} for step in range(2)]
+                for seed in range(6):
+                    write_rows(place / arm / f"seed{seed}", rows, {"objective": "grpo", "method": {"clip": arm}})
+                    write_done(place / arm / f"seed{seed}")
+        (folder / "study.yaml").write_text(f"comparisons: [['{arms[0]}', '{arms[1]}']]\n")
+        write_results(folder, to)
+        for name in ("final_reward", "comparisons", "roundings"):
+            assert f"| {arms[0]}" in fill(f"<!-- table: {study}/{name} -->\n<!-- end -->", to)
+        both = published_roundings(to / study)
+        assert list(both) == ["native", "1"] and [len(pair.result.seeds) for pair in both["1"].pairs] == [6]
+        differences = published_values(to, f"{study}:{arms[0]}:{arms[1]}", roundings=True)
+        assert differences.tolist() == pytest.approx([0.1] * 12)
 
 
 def test_repetitions_and_early_signals_stand_side_by_side_on_pages():
