@@ -105,7 +105,7 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         found["engines"] = seed_means(engine_table(data).drop(columns="clip_low"), ["arm", "routing"])
         if len({name for name, _ in map(engine_format, (run.config for run in data.runs)) if name}) >= 3:
             found["precision"] = seed_means(precision_table(data), ["arm"], geometric=("k3", "k3_growth"))
-    if {"var_token_natural", "var_token_replayed"} <= set(data.probes):
+    if {"var_token_natural", "var_token_replayed"} <= set(data.probes) and "reward" in data.rollouts:
         sizes, _ = size_rows(data)
         if laws := power_laws(sizes, (*QUANTITIES, "independent_sites")):
             found["sizes"] = seed_means(sizes, ["arm", *AXES], [*QUANTITIES, "steps", "independent_sites"])

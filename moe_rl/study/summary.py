@@ -59,12 +59,15 @@ def routing_noise_ratios(data: StudyData) -> list[Pair]:
 def in_run_variance(data: StudyData) -> pd.DataFrame:
     """Return per arm, seed and step the mean variance of token and sequence log-ratios over all updates but the first.
 
+    Of a variance that no run recorded there is no column.
+
     In the first update of a step the old and the new policy are equal, so that the variance is zero without noise. The
     first update is left out, unless it is the arm's only one.
     """
     rows = data.updates
     rows = rows[(rows["update"] > 1) | (rows.groupby("arm", observed=True)["update"].transform("max") == 1)]
-    names = {"var_token_log_ratio": "token", "var_sequence_log_ratio": "sequence"}
+    both = {"var_token_log_ratio": "token", "var_sequence_log_ratio": "sequence"}
+    names = {name: level for name, level in both.items() if name in rows}  # other trainers may write one of them
     return rows.groupby(["arm", "seed", "step"], as_index=False)[list(names)].mean().rename(columns=names)
 
 
@@ -85,10 +88,14 @@ def noise_floor(data: StudyData) -> pd.DataFrame:
     counts = [*names, *(f"{name}_changed" for name in names)]
     if data.floors.empty or not {"variant", *counts, "gap_mean", "gap_max"} <= set(data.floors):
         return pd.DataFrame(columns=columns)
-    grouped = data.floors.groupby("variant")
+    rows = data.floors
+    for name in names:
+        rows = counted(rows, f"{name}_changed", name)
+    grouped = rows.groupby("variant")
     sums = grouped[counts].sum()
     table = pd.DataFrame({name[:-1]: sums[f"{name}_changed"] / sums[name] for name in names})
     table["gap_mean"], table["gap_max"] = grouped["gap_mean"].mean(), grouped["gap_max"].max()
+    table = table.dropna()  # nothing was counted, or no gap was finite
     parts = {floor: table[table.index.isin(variants)] for floor, variants in FLOORS.items()}
     return pd.DataFrame({floor: part.max() for floor, part in parts.items() if len(part)}, index=columns).T
 

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import yaml
+from read_studies import text_on
 
 from moe_rl.measure.catalogue import CATALOGUE
 from moe_rl.run_rows import OTHER_NAMES
@@ -14,6 +15,8 @@ from moe_rl.runlog import RunFolderError
 from moe_rl.study import RunWriter, draw_study, load
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures import FIGURES
+from moe_rl.study.result_tables import result_tables
+from moe_rl.study.summary import in_run_variance, noise_floor
 
 CHANGED = {"slots_changed": 0, "slots": 5, "sites_changed": 0, "sites": 3, "tokens_changed": 0, "tokens": 2}
 SITES = {"site_names": ["a", "b"], "site_slots_changed": [0, 1], "site_slots": [2, 3]}
@@ -74,6 +77,32 @@ def test_rows_with_some_of_the_columns_make_a_report(tmp_path, kind, values):
         run.probe(0, 1, **CHANGED)
         run.row(kind, 0, **({"update": 1} if kind == "update" else {}), **values)
     assert ('id="figure-engine_mismatch"' in draw_study(tmp_path).read_text()) == (kind == "engine")
+
+
+def test_the_token_variance_alone_is_compared_and_drawn(tmp_path):
+    for arm, replay, variance in (("grpo", "none", 0.3), ("grpo_r2", "R2", 0.1)):
+        with RunWriter(tmp_path, arm=arm, config={"objective": "grpo", "replay": replay}) as run:
+            run.rollout(0, reward=0.5)
+            run.update(0, 1, var_token_log_ratio=variance)
+    data = load(tmp_path)
+    assert "grpo without replay has 3 times the token variance of grpo_r2" in text_on(data, "What replay removes")
+    assert in_run_variance(data)["token"].tolist() == [0.3, 0.1]
+
+
+def test_a_floor_of_which_nothing_was_counted_is_no_floor(tmp_path):
+    """A count without its other half is not counted either: 1 of 4 slots, not 1 of 104."""
+    gaps = {"gap_mean": 0.0, "gap_max": 0.5}
+    with RunWriter(tmp_path, arm="a") as run:
+        run.row("floor", 0, variant="repeat", **{**CHANGED, "slots_changed": 1, "slots": 4}, **gaps)
+        run.row("floor", 1, variant="repeat", **{**CHANGED, "slots_changed": None, "slots": 100}, **gaps)
+        run.row("floor", 1, variant="bf16", **dict.fromkeys(CHANGED, 0), **gaps)
+    assert noise_floor(load(tmp_path))["slot"].to_dict() == {"own": 0.25}
+
+
+def test_probes_without_rollouts_make_tables(tmp_path):
+    with RunWriter(tmp_path, arm="a") as run:
+        run.probe(0, 1, var_token_natural=0.2, var_token_replayed=0.1)
+    assert result_tables(load(tmp_path)).keys().isdisjoint({"sizes", "power_laws"})
 
 
 def write_probes(folder, probes):
