@@ -2,8 +2,8 @@
 
 Reads the committed tables of docs/results, so that it needs no runs; draws DIR/costs_by_task (what every cause costs),
 DIR/tasks (the main study, also with another router), DIR/fast_router_tasks, DIR/bias_tasks, DIR/old_token_tasks,
-DIR/many_update_tasks, DIR/int4_tasks, DIR/int4_corrections and DIR/int4_corrections_held_out as .pdf, .svg and .png and
-writes what is drawn beside them as CSV.
+DIR/many_update_tasks, DIR/ceiling_tasks, DIR/int4_tasks, DIR/int4_corrections and DIR/int4_corrections_held_out as
+.pdf, .svg and .png and writes what is drawn beside them as CSV.
 """
 
 from collections.abc import Iterator
@@ -95,6 +95,14 @@ MANY_UPDATES: Comparisons = {
         "updates_per_batch:half_n64:grpo_n64", "updates_per_batch_why:half_n64:grpo_n64"
     ),
 }
+CEILING: Comparisons = {
+    name: {EQUATIONS: ("dual_clip_noise", f"{arm}_noise05", f"{other}_noise05")}
+    | {task: ("dual_clip_tasks", f"{arm}_{short}", f"{other}_{short}") for task, short in OTHERS.items()}
+    for name, arm, other in (
+        ("Dual clip − GRPO, noise 0.05", "dual", "grpo"),
+        ("GSPO − dual clip, noise 0.05", "gspo", "dual"),
+    )
+}
 INT4: Comparisons = {
     "GRPO, int4 − fp32 engine": everywhere("int4:grpo_int4:grpo_fp32", "dppo_mismatch:grpo_int4:grpo_fp32"),
     "Ratio to the old policy − to the engine": everywhere("int4:old_int4:grpo_int4", "anchor_int4:grpo_old:grpo"),
@@ -148,6 +156,7 @@ FIGURES = {
         LAG | PARTIAL,
     ),
     "many_update_tasks": ("64 updates on a batch, on four tasks.", MANY_UPDATES),
+    "ceiling_tasks": ("A ceiling on the ratio (dual clip) under selection noise, on four tasks.", CEILING),
     "int4_tasks": ("A rollout engine with int4 weights, on four tasks.", INT4),
     "int4_corrections": (f"{CORRECTED_TITLE}, on two tasks.", CORRECTIONS),
     "int4_corrections_held_out": (f"{CORRECTED_TITLE}: reward of the policy that is trained, held out.", HELD_OUT),

@@ -105,7 +105,7 @@ def test_each_statement_has_its_comparisons_below_it_and_every_repetition_a_mark
     assert [labels[round(y)] for _, y in marks] == list(table["comparison"])
 
 
-@pytest.mark.parametrize("name", ["old_token_tasks", "many_update_tasks", "int4_tasks"])
+@pytest.mark.parametrize("name", ["old_token_tasks", "many_update_tasks", "ceiling_tasks", "int4_tasks"])
 def test_the_longest_heading_ends_before_the_edge_of_the_picture(name):
     title, declared = runpy.run_path(str(ROOT / "analysis" / "tasks.py"))["FIGURES"][name]
     picture = imread(BytesIO(claims_figure(published_differences(RESULTS, declared), name, title).render("png")))
