@@ -25,6 +25,7 @@ from moe_rl.measure.noise_floor import first_line, rounded_copy
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
 from moe_rl.policy.models import found_path, taken_for_hub_id, vocabulary_of
 from moe_rl.policy.tiny import ModelError
+from moe_rl.rollout.engine_config import COLDEST
 from moe_rl.routing import UnsupportedModelError, routing_sites
 from moe_rl.routing.arrays import pad_left_aligned
 from moe_rl.routing.others import sites_of
@@ -49,8 +50,8 @@ def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
 
     Raises DriftError: no such file or model, tokens that the model does not have, options out of range."""
     check_least(options, batch_size=1, max_sequences=1, max_tokens=1, pad_token_id=0)
-    if not 0.01 <= options.temperature < float("inf"):
-        raise DriftError(f"--temperature: a number of at least 0.01, got {options.temperature:g}")
+    if not COLDEST <= options.temperature < float("inf"):
+        raise DriftError(f"--temperature: a number of at least {COLDEST}, got {options.temperature:g}")
     device = check_device(options.device)
     model, K = _loaded(options, device)
     likely = {len(routing_sites(model)), int(getattr(model.config.get_text_config(), "num_hidden_layers", 0))}

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 
 from moe_rl.checks import parse_json
 from moe_rl.drift.errors import DriftError
+from moe_rl.rollout.engine_config import COLDEST
 
 FORMS = (
     '{"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...}, {"messages": [{"role": ..., "content": ...}]} '
@@ -129,7 +130,7 @@ def _problem_of_ids(row: dict[str, Any]) -> str | None:
     if not row["prompt_ids"]:
         return "prompt_ids is empty: the first token of a completion must follow something"
     temperature = row.get("temperature", 1.0)
-    if type(temperature) not in (int, float) or not (temperature == 0 or 0.01 <= temperature < float("inf")):
-        return "temperature must be 0 (greedy) or a number of at least 0.01"
+    if type(temperature) not in (int, float) or not (temperature == 0 or COLDEST <= temperature < float("inf")):
+        return f"temperature must be 0 (greedy) or a number of at least {COLDEST}"
     wrong = [key for key in ("sampled_from", "sampler_sha256") if not isinstance(row.get(key, ""), str)]
     return f"{wrong[0]} must be a text" if wrong else None

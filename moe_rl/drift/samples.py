@@ -16,6 +16,7 @@ from moe_rl.drift.output import partial_of, place_of, progress
 from moe_rl.drift.prompts import Text, aligned, in_batches
 from moe_rl.rollout.completions import UNWRITTEN, end_tokens
 from moe_rl.rollout.engine import ModelEngine, seeded_generator
+from moe_rl.rollout.engine_config import COLDEST
 
 Load = Callable[[], nn.Module]
 FILE = "samples.jsonl"
@@ -39,8 +40,8 @@ def check_sampling(options: DriftOptions, text: Text, output: Path) -> None:
         )
     if options.device is not None and str(options.device).startswith("mps"):
         raise DriftError("--sample: mps has no float64, which sampling draws with; take --device cpu")
-    if options.temperature != 0 and not 0.01 <= options.temperature < float("inf"):
-        raise DriftError(f"--temperature: 0 (greedy) or a number of at least 0.01, got {options.temperature}")
+    if options.temperature != 0 and not COLDEST <= options.temperature < float("inf"):
+        raise DriftError(f"--temperature: 0 (greedy) or a number of at least {COLDEST}, got {options.temperature}")
     for _ in text.questions(options.max_new_tokens):
         pass
 

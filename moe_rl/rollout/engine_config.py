@@ -23,6 +23,8 @@ from moe_rl.routing import RoutedExperts, RoutingError
 
 NEVER = -1
 """The version of an engine that was never synced."""
+COLDEST = 0.01
+"""The lowest temperature above 0 (greedy): vLLM raises lower ones to it, and it is as good as greedy."""
 
 
 class Tolerance(NamedTuple):

@@ -13,6 +13,8 @@ Your own prompts and answers need no class:
 """
 
 import dataclasses
+import inspect
+import numbers
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -51,7 +53,8 @@ def make_task(config: TaskConfig) -> Any:
 
     Raises:
         TaskError: no such task, module, file or class; an unknown option (with the nearest match); an option
-            of the wrong type or out of range; a class that lacks a part of `Task`.
+            of the wrong type or out of range; a class that lacks a part of `Task`,
+            or has one of the wrong type.
 
     >>> make_task(TaskConfig("mod_chain", {"steps": 2})).max_new_tokens
     13
@@ -81,6 +84,12 @@ def make_task(config: TaskConfig) -> Any:
     missing = [part for part in REQUIRED if not (hasattr(cls, part) or hasattr(task, part))]
     if missing:
         raise TaskError(f"task.name: {config.name} lacks {', '.join(missing)}; see moe_rl.rollout.Task")
+    alphabet, tokens = (inspect.getattr_static(task, part, property()) for part in ("alphabet", "max_new_tokens"))
+    if not isinstance(alphabet, str) and not hasattr(alphabet, "__get__"):
+        raise TaskError(f"task.name: {config.name}.alphabet: expected a text of all its characters, got {alphabet!r}")
+    whole = isinstance(tokens, numbers.Integral) and not isinstance(tokens, bool) and int(tokens) > 0
+    if not whole and not hasattr(tokens, "__get__"):
+        raise TaskError(f"task.name: {config.name}.max_new_tokens: expected a whole number above 0, got {tokens!r}")
     return task
 
 

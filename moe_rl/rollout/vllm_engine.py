@@ -27,6 +27,7 @@ from moe_rl.rollout.completions import UNWRITTEN, Rollout, check_length, encode_
 from moe_rl.rollout.engine import NEVER, check_request, gathered
 from moe_rl.rollout.engine_config import (
     ARITHMETIC,
+    COLDEST,
     DTYPES,
     EngineConfig,
     EngineError,
@@ -39,8 +40,6 @@ from moe_rl.rollout.vllm_host import agreed, server
 from moe_rl.rollout.vllm_servers import HttpServer, ServerProcess, ask_versions
 from moe_rl.routing import RoutedExperts
 
-COLDEST = 0.01
-"""The lowest temperature above 0 of vLLM, which raises lower ones to it."""
 PYTHON_VARIABLE = "MOE_RL_VLLM_PYTHON"
 URL_VARIABLE = "MOE_RL_VLLM_URL"
 ASK_VERSIONS = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])['versions']()))"

@@ -7,6 +7,7 @@ import pandas as pd
 
 from moe_rl.study.arms import clip_ranges_differ, condition_label, full_label, same_but_for_method
 from moe_rl.study.data import StudyData, pooled_rate
+from moe_rl.study.shown import counted
 from moe_rl.study.summary import (
     POSITIONS,
     factor_table,
@@ -29,6 +30,7 @@ def _change(data: StudyData) -> Iterator[Statement]:
     rows = data.probes
     if rows.empty or not {"slots_changed", "slots"} <= set(rows):
         return
+    rows = counted(rows, "slots_changed", "slots")
     rows = rows[rows["arm"].isin(data.arms.index[data.arms["noise"] == 0]) & (rows["slots"] > 0)]
     if rows.empty:
         return
@@ -42,7 +44,7 @@ def _change(data: StudyData) -> Iterator[Statement]:
     if len(ends) > 1:
         text += f" of a step and {rate(end, 'slot')} after {last}"
     others = [name for name in ("site", "token") if {f"{name}s_changed", f"{name}s"} <= set(rows)]
-    others = [name for name in others if end[f"{name}s"].sum() > 0]
+    others = [name for name in others if counted(end, f"{name}s_changed", f"{name}s")[f"{name}s"].sum() > 0]
     if others:
         text += f"; after {last} that is {' and '.join(f'{rate(end, n)} of {n}s' for n in others)}"
     text += (

@@ -15,7 +15,7 @@ from moe_rl.objectives.objective import Advantage, Aggregate, Anchor, RouteWeigh
 from moe_rl.objectives.ratios import RatioLevel
 from moe_rl.policy.models import ModelConfig
 from moe_rl.rollout import TaskConfig
-from moe_rl.rollout.engine_config import EngineConfig
+from moe_rl.rollout.engine_config import COLDEST, EngineConfig
 
 Replay = Literal["none", "R2", "R3", "PR2"]
 Source = Literal["policy", "initial", "demonstrations"]
@@ -126,9 +126,9 @@ class RolloutConfig:
     """Prompts per step."""
     group_size: Count = 8
     """Responses per prompt (G)."""
-    temperature: Annotated[float, Range(0.01)] = 1.0
-    """Sampling temperature; the policy that is trained is the one at this temperature. 0.01 is vLLM's lowest, and as
-    good as greedy."""
+    temperature: Annotated[float, Range(COLDEST)] = 1.0
+    """Sampling temperature; the policy that is trained is the one at this temperature. At least 0.01, vLLM's
+    lowest, which is as good as greedy."""
     max_new_tokens: Count | None = None
     """Length limit of a response in tokens; None takes the task's."""
     lag: Whole = 0

@@ -194,6 +194,24 @@ def test_a_task_of_ones_own_from_a_file(tmp_path):
         make_task(TaskConfig(f"{file}:Double", {"belov": 7}))
 
 
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        ('"double", 5, 5', "Double.alphabet: expected a text of all its characters, got 5"),
+        ('"double", ["0", "1"], 5', "Double.alphabet: expected a text"),
+        ('"double", "0123456789=^$", "5"', "Double.max_new_tokens: expected a whole number above 0, got '5'"),
+        ('"double", "0123456789=^$", 0', "Double.max_new_tokens: expected a whole number above 0, got 0"),
+        ('"double", property(lambda self: 1 / 0), 5', None),  # is not evaluated: it may read a file
+    ],
+)
+def test_parts_of_the_wrong_type_are_named(tmp_path, parts, error):
+    """They ended in tracebacks, or only when the run had begun."""
+    file = tmp_path / "own.py"
+    file.write_text(textwrap.dedent(OWN).replace('"double", "0123456789=^$", 5', parts))
+    with pytest.raises(TaskError, match=error) if error else contextlib.nullcontext():
+        make_task(TaskConfig(f"{file}:Double"))
+
+
 @pytest.mark.parametrize(("code", "error"), [("1 / 0", "ZeroDivisionError"), ("raise SystemExit", "SystemExit")])
 def test_a_file_that_fails_is_named(tmp_path, code, error):
     """A script that ends its process, too: the command would have ended without a word, as if all had gone well."""

@@ -74,6 +74,19 @@ def test_what_is_said_of_the_last_update_is_of_every_arm():
     assert "1 % of slots change after update 1 (range" in text_on(one, "Expert change")
 
 
+def test_expert_change_is_of_the_probes_that_counted_it():
+    """Probes without counts, as another trainer may write, gave "nan % of slots", or an end that nothing counted."""
+    probes = pd.DataFrame(
+        [{"arm": "grpo", "seed": 0, "step": 0, "update": update, "slots_changed": changed, "slots": 1000,
+          "tokens_changed": None, "tokens": 500}
+         for update, changed in ((1, 10), (4, None))]
+    )  # fmt: skip
+    study = replace(study_of({"grpo": (0.5,)}), probes=probes)
+    text = text_on(study, "Expert change")
+    assert "1 % of slots change after update 1 (range" in text and "nan" not in text
+    assert text_on(replace(study, probes=probes.assign(slots_changed=None)), "Expert change") == ""
+
+
 def test_a_dose_below_ten_per_cent_has_two_digits():
     updates = pd.DataFrame(
         [{"arm": "grpo_noise", "seed": 0, "step": 0, "update": 1, "slots_changed": 4, "slots": 1000}]
