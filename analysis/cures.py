@@ -17,6 +17,7 @@ METHODS = {
     "gone": GONE,
     "rate": "half the learning rate",
     "dual": "GRPO, dual clip",
+    "small": "gradients clipped to 0.1",
     "replay": "GRPO + R2",
     "live": "GRPO + R2, live loads",
     "r3": "GRPO + R3",
@@ -65,6 +66,7 @@ CAUSES: dict[str, dict[str, Declared]] = {
         "gone": ("updates_per_batch", "grpo_n4", "grpo_n64"),
         "rate": ("updates_per_batch_why", "half_n64", "grpo_n64"),
         "dual": ("dual_clip", "dual", "grpo"),
+        "small": ("small_norm", "small_64", "grpo_64"),
         **{method: ("updates_per_batch", f"{method}_n64", "grpo_n64") for method in ("replay", "gspo")},
     },
     "Responses of\nseveral versions": {
