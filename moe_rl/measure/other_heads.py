@@ -47,7 +47,10 @@ def whole_logits_logps(
     z = outputs.logits[row, torch.searchsorted(columns, column)]
     log_p = (z.to(torch.promote_types(z.dtype, torch.float32)) / temperature).log_softmax(-1)
     logps = log_p.gather(1, targets[:, None]).squeeze(1)
-    return outputs, logps, torch.special.entr(log_p.exp()).sum(1) if entropy else None
+    if not entropy:
+        return outputs, logps, None
+    p = log_p.exp()  # where it is 0, p log p has no slope that is a number
+    return outputs, logps, -(p * log_p.masked_fill(p == 0, 0.0)).sum(1)
 
 
 @functools.cache

@@ -147,8 +147,10 @@ def value_loss(
         A scalar with gradient; 0 without tokens.
 
     Raises:
-        ValueError: shapes that differ, a mask that is no mask, or a total that is no count.
+        ValueError: shapes that differ, a mask that is no mask, a negative clip, or a total that is no count.
     """
+    if clip is not None and not clip >= 0:
+        raise ValueError(f"clip: expected a distance of at least 0, or None for no clip, got {clip}.")
     check_shapes(values, {"old_values": old_values, "returns": returns, "mask": mask}, "values")
     mask = as_bool_mask(mask)
     value = torch.where(mask, at_least_float32(values), 0.0)

@@ -94,9 +94,9 @@ def policy_loss(
     counted. Gradient flows through `logps` only. There is no hidden clamp: an unclipped ratio beyond the
     range of the dtype (88 nats in float32, 709 in float64) gives a non-finite loss. `metrics["extreme_tokens"]`
     counts the tokens with a log-ratio beyond 20 nats, an early sign of this (a product over the sequence may overflow
-    without such a token). A token that an engine correction drops contributes 0, whatever its ratio. Input that is
-    not finite on a token that counts is refused: a log-probability of -inf means that the token could not have been
-    sampled, and a clip would hide its ratio of 0 or infinity.
+    without such a token). A token that an engine correction drops contributes 0 to the first term, whatever its
+    ratio; its KL stays. Input that is not finite on a token that counts is refused: a log-probability of -inf means
+    that the token could not have been sampled, and a clip would hide its ratio of 0 or infinity.
 
     Args:
         objective: an `Objective` or the name of one in `OBJECTIVES`.

@@ -123,7 +123,8 @@ def log_ratio_at_level(
     if level in ("sequence", "sequence_product"):
         return per_sequence
     if level == "sequence_token":
-        return per_sequence.detach() + (log_ratio - log_ratio.detach())
+        own = log_ratio.masked_fill(log_ratio.isinf(), 0.0)  # a router-shift weight of 0: -inf - (-inf) is NaN
+        return per_sequence.detach() + (own - own.detach())
     raise ValueError(unknown("ratio", level, get_args(RatioLevel)))
 
 

@@ -76,7 +76,7 @@ class Tap:
         self.words: Tensor | None = None  # input_ids of the outer model's call, if there is one (`whole`)
         self.lost: Any = None  # [L]: number of rows forced and not used; None if nothing is forced
         self._handles: list[Any] = []
-        self._readers: list[tuple[Any, int]] = []  # pre-hooks of the experts, and the id of ours
+        self._readers: list[tuple[Any, int]] = []  # pre-hooks of the experts and routers, and the id of ours
         self._with_router: set[int] = set()  # sites whose routers have hooks
         self._steered = False  # all routers have hooks, not only those that alone show the ids
         self.resumed: dict[int, Call] = {}  # by thread: the Call of the checkpointed segment that the thread runs
@@ -96,9 +96,7 @@ class Tap:
                 if experts is None:
                     self._add_router(index)
                 else:
-                    hook = _Hook(self.before_experts, index)
-                    self._handles.append(experts.register_forward_pre_hook(hook, with_kwargs=True))
-                    self._readers.append((experts._forward_pre_hooks, self._handles[-1].id))
+                    self._read(experts, self.before_experts, index)
             self._checkpointed = [
                 module
                 for module in self.modules
@@ -114,7 +112,7 @@ class Tap:
         return new
 
     def read_last(self) -> None:
-        """Move our hooks on the experts behind hooks that were added later, because those may change the ids."""
+        """Move our pre-hooks behind those that were added later: these may change the ids, or what a router is given."""
         for hooks, own in self._readers:
             if next(reversed(hooks), own) != own and own in hooks:
                 hooks.move_to_end(own)
@@ -122,11 +120,16 @@ class Tap:
     def _add_router(self, index: int) -> None:
         self._with_router.add(index)
         for module in self.scope(index):
-            self._add(module, self.before_site, self.after_site, index)
+            self._read(module, self.before_site, index)
+            self._handles.append(module.register_forward_hook(_Hook(self.after_site, index), always_call=True))
 
-    def _add(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], *first: int) -> None:
-        self._handles.append(module.register_forward_pre_hook(_Hook(before, *first), with_kwargs=True))
-        self._handles.append(module.register_forward_hook(_Hook(after, *first), always_call=True))
+    def _read(self, module: nn.Module, before: Callable[..., None], index: int) -> None:
+        self._handles.append(module.register_forward_pre_hook(_Hook(before, index), with_kwargs=True))
+        self._readers.append((module._forward_pre_hooks, self._handles[-1].id))
+
+    def _add(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._handles.append(module.register_forward_pre_hook(_Hook(before), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(_Hook(after), always_call=True))
 
     def follow(self) -> None:
         """Replace the checkpoint functions that are not followed yet by `Segments`."""

@@ -206,6 +206,17 @@ def test_both_ways_agree(float64_throughout):
     torch.testing.assert_close(token_logps(model, *data).logps, fast, atol=1e-12, rtol=1e-12)
 
 
+def test_entropy_of_whole_logits_has_a_gradient_where_a_probability_is_0(float64_throughout):
+    model, data = build(), batch()
+    banned = torch.tensor([0])
+    model.lm_head.register_forward_hook(lambda module, args, out: out.index_fill(-1, banned, float("-inf")))
+    got = gradients(model, token_logps(model, *data, entropy=True).entropy.sum())
+    assert all(slope.isfinite().all() for slope in got.values())
+    near = build()
+    near.lm_head.register_forward_hook(lambda module, args, out: out.index_fill(-1, banned, -60.0))
+    assert_same_gradients(got, gradients(near, token_logps(near, *data, entropy=True).entropy.sum()), 1e-10)
+
+
 def test_every_module_runs_once_and_the_head_is_given_back():
     model, runs = build(), []
     routers = [layer.mlp.gate for layer in model.model.layers]

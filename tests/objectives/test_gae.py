@@ -100,3 +100,9 @@ def test_the_value_head_alone_learns_from_its_loss():
     some = torch.tensor([[True]])
     made = token_rewards(z[0], some, kl_coef=0.1, logps=z, ref_logps=z), *generalized_advantages(z, z, some)
     assert not any(tensor.requires_grad for tensor in (*made, whiten(z, some)))
+
+
+def test_value_loss_refuses_a_negative_clip():
+    one = torch.ones(1, 1)
+    with pytest.raises(ValueError, match="clip: expected a distance of at least 0, or None for no clip, got -0.2"):
+        value_loss(one, one, one, one, clip=-0.2)

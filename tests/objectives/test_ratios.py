@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from moe_rl.objectives import sequence_log_ratio, token_log_ratio
+from moe_rl.objectives import OBJECTIVES, policy_loss, sequence_log_ratio, token_log_ratio
 from moe_rl.objectives.ratios import as_bool_mask, log_ratio_at_level
 
 NAN, INF = float("nan"), float("inf")
@@ -70,3 +72,14 @@ def test_levels():
 def test_an_unknown_level_is_refused():
     with pytest.raises((ValueError, TypeCheckError), match="sequence_token"):
         log_ratio_at_level(torch.zeros(1, 1), torch.tensor([[True]]), "seq")
+
+
+def test_a_router_shift_weight_of_0_takes_its_sequence_out_of_the_gradient_at_every_level():
+    """gamma = 0 makes log w -inf: the token's ratio is 0, and so is that of its sequence."""
+    logps = torch.tensor([[-1.0, -2.0], [-1.0, -1.0]], requires_grad=True)
+    gamma = torch.tensor([[0.0, 1.0], [1.0, 1.0]])
+    for ratio in ("sequence", "sequence_token"):
+        objective = replace(OBJECTIVES["gspo"], ratio=ratio, route_weight="before_clip")
+        out = policy_loss(objective, logps, logps.detach(), torch.ones(2), torch.ones(2, 2), route_weight=gamma)
+        (slope,) = torch.autograd.grad(out.loss, logps)
+        assert out.loss.item() == -0.5 and slope.tolist() == [[0.0, 0.0], [-0.25, -0.25]], ratio

@@ -1,4 +1,4 @@
-"""Hooks of others on the experts, added after ours: what they change is seen."""
+"""Hooks of others on the experts and the routers, added after ours: what they change is seen."""
 
 from typing import Any
 
@@ -7,7 +7,17 @@ import torch
 from routing_helpers import hooked, moe, routes_of, tokens
 from torch import Tensor
 
-from moe_rl.routing import RoutingError, attach, record_routes, replay_routes
+from moe_rl.policy.router_precision import keep_routers_fp32
+from moe_rl.routing import (
+    RoutingError,
+    attach,
+    noisy_routes,
+    predicted_routes,
+    record_margins,
+    record_router_logits,
+    record_routes,
+    replay_routes,
+)
 
 
 def next_expert(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -69,3 +79,37 @@ def test_hooks_of_others_keep_their_order_and_may_all_be_taken_off() -> None:
         experts._forward_pre_hooks.clear()
         with pytest.raises(RoutingError, match="1 of 3 routing sites did not run"):
             model(inputs)
+
+
+CONTEXTS = {
+    "noise of 0": lambda model: noisy_routes(model, 0.0),
+    "a prediction of 0": lambda model: predicted_routes(model, torch.zeros(3, 8, model.config.hidden_size)),
+    "margins": record_margins,
+    "router logits": record_router_logits,
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_router_that_runs_once_more_runs_behind_a_hook_added_later(context: str) -> None:
+    model, inputs = moe(), tokens()
+    with attach(model), torch.no_grad():
+        plain = model(inputs).logits
+        with CONTEXTS[context](model), record_routes(model) as recording:
+            for layer in model.model.layers:  # one of others, which changes what the router is given
+                layer.mlp.gate.register_forward_pre_hook(lambda module, args: (args[0].flip(-1),))
+            got = model(inputs).logits
+        assert not torch.equal(got, plain)
+        with record_routes(model) as bare:
+            assert torch.equal(model(inputs).logits, got)
+    assert torch.equal(bare.routes.ids, recording.routes.ids)
+
+
+def test_routers_kept_in_fp32_after_attaching_take_noise() -> None:
+    model, inputs = moe().bfloat16(), tokens()
+    with attach(model), torch.no_grad():
+        keep_routers_fp32(model)
+        with noisy_routes(model, 0.0), record_routes(model) as recording:
+            model(inputs)
+        with record_routes(model) as bare:
+            model(inputs)
+    assert torch.equal(bare.routes.ids, recording.routes.ids)
