@@ -112,7 +112,7 @@ class Tap:
         return new
 
     def read_last(self) -> None:
-        """Move our pre-hooks behind those that were added later: these may change the ids, or what a router is given."""
+        """Move our pre-hooks behind those that were added later: these may change ids, or what a router is given."""
         for hooks, own in self._readers:
             if next(reversed(hooks), own) != own and own in hooks:
                 hooks.move_to_end(own)

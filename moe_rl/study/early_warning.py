@@ -36,6 +36,8 @@ PREFIXES = (5, 10, 20)
 """Numbers of first steps over which a signal is averaged."""
 FEWEST = 5
 """Fewest different runs of an arm for a correlation among them."""
+FEWEST_IN_RESAMPLE = 3
+"""Fewest different runs of such an arm in a resample, which repeats runs; of two the correlation is always 1 or -1."""
 
 
 def signals(data: StudyData, steps: int) -> pd.DataFrame:
@@ -152,16 +154,18 @@ def correlations_within(
         over arms, weighted by their runs. Arms of fewer than `FEWEST` runs, and arms in which one side is constant, are
         left out; NaN if no arm remains.
     """
-    weight = times * np.isfinite(signal + final)
+    known = np.isfinite(signal + final)
+    weight = times * known
     one, other = (ranks_within(values, arm, weight) for values in (signal, final))
-    plain = _mean_over_arms(_correlations(one, other, arm, weight), arm, weight)
-    weight = weight * np.isfinite(reward)
+    plain = _mean_over_arms(_correlations(one, other, arm, weight), arm, weight, known)
+    known &= np.isfinite(reward)
+    weight = times * known
     signal, final, reward = (ranks_within(values, arm, weight) for values in (signal, final, reward))
     pairs = ((signal, final), (signal, reward), (reward, final))
     with_final, with_reward, reward_final = (_correlations(a, b, arm, weight) for a, b in pairs)
     left = (1 - with_reward**2) * (1 - reward_final**2)
     beyond = (with_final - with_reward * reward_final) / np.sqrt(np.where(left > 1e-9, left, np.nan))
-    return plain, _mean_over_arms(beyond, arm, weight)
+    return plain, _mean_over_arms(beyond, arm, weight, known)
 
 
 def ranks_within(values: np.ndarray, arm: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -186,9 +190,9 @@ def _correlations(a: np.ndarray, b: np.ndarray, arm: np.ndarray, weight: np.ndar
     return ab / np.sqrt(np.where(np.minimum(aa, bb) > 1e-9, aa * bb, np.nan))
 
 
-def _mean_over_arms(values: np.ndarray, arm: np.ndarray, weight: np.ndarray) -> float:
-    """Return the mean over arms, weighted by their runs, without arms of fewer than `FEWEST` runs or with NaN."""
-    enough = np.bincount(arm, weight > 0) >= FEWEST
+def _mean_over_arms(values: np.ndarray, arm: np.ndarray, weight: np.ndarray, known: np.ndarray) -> float:
+    """Return the mean over arms, weighted by their runs, without arms of fewer than `FEWEST` known runs or with NaN."""
+    enough = (np.bincount(arm, known) >= FEWEST) & (np.bincount(arm, weight > 0) >= FEWEST_IN_RESAMPLE)
     runs = np.bincount(arm, weight) * (enough & np.isfinite(values))
     return float((runs * np.nan_to_num(values)).sum() / runs.sum()) if runs.any() else float("nan")
 

@@ -104,5 +104,5 @@ def test_the_value_head_alone_learns_from_its_loss():
 
 def test_value_loss_refuses_a_negative_clip():
     one = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="clip: expected a distance of at least 0, or None for no clip, got -0.2"):
+    with pytest.raises(ValueError, match=r"clip: expected a distance of at least 0, .*, got -0\.2"):
         value_loss(one, one, one, one, clip=-0.2)

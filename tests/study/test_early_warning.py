@@ -112,6 +112,20 @@ def test_correlations_within_an_arm_and_beyond_the_reward_are_those_of_scipy_in_
     assert counted == pytest.approx(correlations_within(*twice, np.append(arm, arm[:8]), np.ones(32)))
 
 
+def test_a_resample_averages_over_the_arms_that_all_runs_have():
+    """An arm of five runs, of which a resample drew four, counts; else the interval would be of other arms."""
+    arm = np.repeat([0, 1], [5, 8])
+    signal = np.concatenate([np.arange(5.0), np.arange(8.0)])
+    final = np.concatenate([np.arange(5.0), -np.arange(8.0)])
+    nothing = np.full(13, np.nan)
+    times = np.ones(13)
+    assert correlations_within(signal, final, nothing, arm, times)[0] == pytest.approx((5 - 8) / 13)
+    times[:5] = [2, 0, 1, 1, 1]
+    assert correlations_within(signal, final, nothing, arm, times)[0] == pytest.approx((5 - 8) / 13)
+    times[:5] = [3, 0, 2, 0, 0]  # of two runs no correlation can be told
+    assert correlations_within(signal, final, nothing, arm, times)[0] == pytest.approx(-1)
+
+
 def test_ranks_within_an_arm_are_the_middle_ranks_of_scipy_but_for_a_constant():
     arm, values = np.array([1, 0, 1, 0, 1, 1]), np.array([2.0, 5.0, 1.0, 5.0, 2.0, np.nan])
     ranks = ranks_within(values, arm, np.array([1, 1, 1, 1, 1, 0]))
