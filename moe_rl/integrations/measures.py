@@ -76,6 +76,11 @@ class Minibatch:
         signed = self.advantages if self.advantages.ndim == 2 else self.advantages[:, None]
         return signed.expand_as(self.mask)
 
+    @property
+    def mean_is_of_tokens(self) -> bool:
+        """Whether TRL's means over this minibatch are of the tokens that count: of one column it counts every row."""
+        return self.mask.shape[1] != 1 or bool(self.mask.all())
+
     def ceiling_tokens(self) -> Tensor:
         """Return how many tokens have A < 0 and a ratio above the usual ceiling of dual clip."""
         assert self.logps is not None
@@ -176,7 +181,7 @@ class Measures:
         if self.writer is not None:
             lengths = self.log.get("completions/mean_length")
             found = {"response_length": lengths[-1]} if lengths else {}
-            self.writer.rollout(self.step, reward_n=responses, **rewards(), **found)
+            self.writer.rollout(self.step, **{"reward_n": responses, **rewards(), **found})
 
     def engine(
         self,
@@ -232,7 +237,8 @@ class Measures:
         ceiling = int(self.ranks.sums(torch.stack([p.ceiling_tokens() for p in parts]).sum()))
         if tokens.sum():
             self._log_value("ceiling_fraction", ceiling / float(tokens.sum()))
-        clipped = self.ranks.sums(torch.tensor([[p.clipped_tokens, p.clipped_sequences] for p in parts]).sum(0))
+        found = torch.tensor([[p.clipped_tokens, p.clipped_sequences, not p.mean_is_of_tokens] for p in parts]).sum(0)
+        *clipped, of_rows = self.ranks.sums(found).tolist()
         aux = [p.aux_loss for p in parts if p.aux_loss is not None]
         loss, aux_loss = (
             self.ranks.sums(torch.tensor([loss, sum(aux)])) / self.ranks.accelerator.num_processes
@@ -248,11 +254,13 @@ class Measures:
             torch.tensor(self.log.get(name, [])[-len(parts) :], dtype=torch.float64)
             for name in ("entropy", "clip_ratio/region_mean")
         )
-        if len(entropy) == len(parts):
+        if len(entropy) == len(parts) and not of_rows:
             row["entropy"] = float((entropy * (tokens / tokens.sum())).sum())
         if len(region) == len(parts) and self.sequence_clip is not None:  # else there is no clip, or it is not known
-            row["clipped_tokens"] = int(clipped[0]) if self.sequence_clip else round(float((region * tokens).sum()))
-            row |= {"clipped_sequences": int(clipped[1])} if self.sequence_clip else {}
+            if self.sequence_clip:
+                row |= {"clipped_tokens": clipped[0], "clipped_sequences": clipped[1]}
+            elif not of_rows:
+                row["clipped_tokens"] = round(float((region * tokens).sum()))
         self.writer.update(self.step, update, **row)
 
     def _log_value(self, name: str, value: float) -> None:

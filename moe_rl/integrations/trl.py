@@ -194,11 +194,16 @@ class _RoutingReplay(ReplayTrainer):
             return logps, None, None
         return self._pass(model, partial(score, model, **text, batch_size=batch_size, **kwargs), text, aux_loss=2)
 
+    def _calculate_rewards(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        by_function: Tensor = super()._calculate_rewards(*args, **kwargs)
+        self._has_reward = ~by_function.isnan().all(1)  # of all processes; TRL's mean leaves out the others
+        return by_function
+
     def _rewards(self: Any) -> dict[str, float]:
         log = self._metrics["train"]
-        found = {name: log[name][-1] for name in ("reward", "reward_std")}
+        found = {name: log[name][-1] for name in ("reward", "reward_std")} | {"reward_n": int(self._has_reward.sum())}
         by_group = self.scale_rewards in ("group", "none") and self.multi_objective_aggregation == "sum_then_normalize"
-        if by_group:  # else the logged value is of the whole batch
+        if by_group and self._has_reward.all():  # else the logged value is of the whole batch, or takes NaN for unequal
             found["groups_equal"] = log["frac_reward_zero_std"][-1]
         return found
 
