@@ -23,7 +23,8 @@ class DriftOptions:
     stands for them."""
     prompts: Path
     """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]} or
-    tokens (samples.jsonl of an earlier call); the same as columns of a .parquet; or a .txt of one text per line.
+    {"prompt_ids": [...], "completion_ids": [...]}, as in samples.jsonl of an earlier call; the same as columns of a
+    .parquet; or a .txt of one text per line.
     Completions are measured where there are any (of messages, the assistant's last turn), else the whole text."""
     output: Path | None = None
     """Folder to write; by default runs/drift/OLD_vs_NEW, of a series FIRST_to_LAST. An earlier comparison there is
@@ -138,7 +139,8 @@ class FloorOptions:
     """A folder in hub format, a run folder, a hub id, or a folder of LoRA adapters (PEFT)."""
     prompts: Path
     """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]} or
-    tokens (samples.jsonl of moe-rl drift); the same as columns of a .parquet; or a .txt of one text per line.
+    {"prompt_ids": [...], "completion_ids": [...]}, as in samples.jsonl of moe-rl drift; the same as columns of a
+    .parquet; or a .txt of one text per line.
     Completions are measured where there are any (of messages, the assistant's last turn), else the whole text."""
     output: Path | None = None
     """Folder to write; by default runs/floor/MODEL. An earlier one there is replaced."""
