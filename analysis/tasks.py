@@ -94,6 +94,8 @@ MANY_UPDATES: Comparisons = {
     "Half the rate − GRPO, 64 updates": everywhere(
         "updates_per_batch:half_n64:grpo_n64", "updates_per_batch_why:half_n64:grpo_n64"
     ),
+    "Gradients clipped to 0.1 − GRPO, 64 updates": {EQUATIONS: ("small_norm", "small_64", "grpo_64")}
+    | {task: ("small_norm_tasks", f"small_{short}", f"grpo_{short}") for task, short in OTHERS.items()},
 }
 CEILING: Comparisons = {
     name: {EQUATIONS: ("dual_clip_noise", f"{arm}_noise05", f"{other}_noise05")}

@@ -173,7 +173,8 @@ def test_loss_of_a_row_is_without_the_load_balancing_loss(tmp_path):
 def test_groups_of_equal_rewards_are_counted_where_trl_counts_groups(settings, by_group, tmp_path):
     trainer = make(routing_replay(GRPOTrainer), tmp_path, options=MEASURED, **settings)
     trainer._metrics["train"].update(reward=[0.5], reward_std=[0.1], frac_reward_zero_std=[0.25])
-    wanted = {"reward": 0.5, "reward_std": 0.1} | ({"groups_equal": 0.25} if by_group else {})
+    trainer._has_reward = torch.ones(16, dtype=torch.bool)
+    wanted = {"reward": 0.5, "reward_std": 0.1, "reward_n": 16} | ({"groups_equal": 0.25} if by_group else {})
     assert trainer._rewards() == wanted
 
 
