@@ -168,8 +168,7 @@ class Tap:
         self.call = self.words = None
 
     def routers(self, names: list[str]) -> Routers:
-        """Return what is known of the routers, apart from the model. names: of the sites, seen from the model of the
-        context."""
+        """Return what is known of the routers, apart from the model. names: of the sites, in the context's model."""
         model, fixed = getattr(self.boundary.config, "name_or_path", "") or "", [site.fixed for site in self.sites]
         return Routers(tuple(names), fixed, self.probes, model, type(self.boundary).__name__)
 
