@@ -7,6 +7,7 @@ import typing
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
         raise ConfigError(f"lists studies and has no arms; load one of them: {data['studies']}")
     if not isinstance(arms, dict) or not arms:
         raise ConfigError("arms: expected a mapping of at least one arm name to what it changes")
-    fields = typing.get_type_hints(RunConfig)
+    fields = _hints(RunConfig)
     parsed: dict[str, Arm] = {}
     for name, changes in arms.items():
         if isinstance(name, bool | None):
@@ -289,7 +290,7 @@ def build(cls: Any, data: Any, where: str) -> Any:
             raise ConfigError(f"{where}: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: expected a mapping of {cls.__name__} fields, got {data!r}")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     values = {}
     for key, value in data.items():
         name = f"{where}.{key}" if where else str(key)
@@ -303,6 +304,9 @@ def build(cls: Any, data: Any, where: str) -> Any:
         return cls(**values)
     except ValueError as error:  # a class that checks its own values
         raise ConfigError(f"{where}: {error}" if where else str(error)) from error
+
+
+_hints = cache(typing.get_type_hints)  # a study builds its few classes hundreds of times
 
 
 def _within(key: str, hints: dict[str, Any]) -> str:

@@ -75,7 +75,8 @@ def _method(config: RunConfig) -> Method:
     """Return the method of a configuration, after checks of it."""
     own, rollout = config.method, config.rollout
     names = (*sorted(OBJECTIVES), DPO)
-    require(own.objective in names, unknown("method.objective", own.objective, names))
+    if own.objective not in names:
+        raise ValueError(unknown("method.objective", own.objective, names))
     if own.objective == DPO:
         _dpo(config)
     method = resolve_method(config, budget=1)

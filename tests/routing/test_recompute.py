@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from routing_helpers import assert_same, disturbed, grads, hooked, moe, routes_of, tokens
+from sweeps import sweep
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import StaticCache
@@ -154,8 +155,17 @@ def one_layer_routes(inputs: Tensor) -> RoutedExperts:
     return routes_of(other, inputs)
 
 
-@pytest.mark.parametrize("what", ["wrapped", "model", "base", "layer", "wrapped layer"])
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("what", "reentrant"),
+    [
+        ("wrapped", True),
+        ("model", False),
+        ("layer", True),
+        ("wrapped layer", False),
+        *(sweep(what, True) for what in ("model", "base", "wrapped layer")),
+        *(sweep(what, False) for what in ("wrapped", "base", "layer")),
+    ],
+)
 def test_a_compiled_model_with_gradient_checkpointing_is_refused(what: str, reentrant: bool) -> None:
     """The recomputation ran outside of any call: the loss was that of the routes, the gradient that of others."""
     inputs = tokens()
@@ -174,8 +184,17 @@ def test_a_compiled_model_with_gradient_checkpointing_is_refused(what: str, reen
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("what", ["mlp", "router", "layer", "model"])
-@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize(
+    ("what", "late"),
+    [
+        ("mlp", True),
+        ("router", False),
+        ("layer", True),
+        ("model", True),
+        ("model", False),
+        *(sweep(*case) for case in (("mlp", False), ("router", True), ("layer", False))),
+    ],
+)
 def test_a_checkpoint_by_hand_around_or_in_what_is_compiled_is_refused(what: str, late: bool) -> None:
     """Neither the forward nor its recomputation was seen: the gradient was that of other experts."""
     inputs = tokens()
