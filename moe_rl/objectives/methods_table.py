@@ -113,7 +113,7 @@ def _range(o: Objective) -> str:
             return text if o.ratio_cap is None else f"{text}, r ≤ {o.ratio_cap:g}"
         case "sequence_clip":
             return f"sequence in [{1 - o.clip_low:g}, {1 + o.clip_high:g}]"
-        case "clip" | "mask" | "cap":
+        case "clip" | "soft_dual_clip" | "mask" | "cap":
             text = f"[{1 - o.clip_low:g}, {1 + o.clip_high:g}]"
             return text if o.dual_clip is None else f"{text}, A<0: ≤ {o.dual_clip:g}"
     return ", ".join(f"{knob} {getattr(o, knob)}" for knob in GATES[o.gate].knobs) or "–"

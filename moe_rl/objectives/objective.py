@@ -29,6 +29,8 @@ class Objective:
             product over the sequence (see `log_ratio_at_level`).
         gate: what G makes of ratio and advantage, a name in `moe_rl.objectives.gates.GATES`:
             "clip"          min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+            "soft_dual_clip" "clip", but min(r, dual_clip) A where A < 0: r A grad log pi up to that ceiling, and
+                            dual_clip A grad log pi above it
             "mask"          sg[M r] A log pi, M = 0 on the tokens that "clip" would take out of the gradient
             "cap"           sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi: no token is taken out
             "sequence_clip" r A, but 0 gradient where "clip" would clip at the geometric mean of the sequence's r
@@ -44,7 +46,8 @@ class Objective:
         clip_low, clip_high: how far the ratio may be from 1 (fractions; nats for "geometric"); for the gates
             of a divergence how far the probability may be (fractions), or the divergence (nats). clip_low=1 of a
             fraction is no lower clip.
-        dual_clip: ceiling of the ratio where A < 0 (arXiv:1912.09729), "clip" gate only; None is no ceiling.
+        dual_clip: ceiling of the ratio where A < 0 (arXiv:1912.09729), gates "clip" and "soft_dual_clip" only; None is
+            no ceiling.
         ratio_cap: ceiling of the detached ratio of the gates "divergence_*"; None is no ceiling.
         temperature_pos, temperature_neg: tau of the "sigmoid" gate for A > 0 and for A <= 0.
         power_pos, decay_pos, power_neg, decay_neg: exponents of the "gamma" gate for A >= 0 and for A < 0.
@@ -115,8 +118,13 @@ class Objective:
                 f"Objective.ratio: gate={self.gate!r} is defined for {' or '.join(map(repr, levels))} ratios, "
                 f"got {self.ratio!r}."
             )
-        if self.dual_clip is not None and self.gate != "clip":
-            raise ValueError(f"Objective.dual_clip belongs to gate='clip'; gate={self.gate!r} has no such ceiling.")
+        if self.dual_clip is not None and "dual_clip" not in GATES[self.gate].knobs:
+            raise ValueError(
+                "Objective.dual_clip belongs to gate='clip' and gate='soft_dual_clip'; "
+                f"gate={self.gate!r} has no such ceiling."
+            )
+        if self.dual_clip is None and self.gate == "soft_dual_clip":
+            raise ValueError("Objective.dual_clip: gate='soft_dual_clip' needs a ceiling, e.g. 3; got None.")
         if self.dual_clip is not None and self.dual_clip <= 1.0 + self.clip_high:
             raise ValueError(
                 f"Objective.dual_clip: expected above 1 + clip_high = {1 + self.clip_high:g}, got {self.dual_clip}."
@@ -151,5 +159,5 @@ class Objective:
         return frozenset(needed)
 
 
-OF_RATIOS = ("clip", "mask", "cap", "sequence_clip")
+OF_RATIOS = ("clip", "soft_dual_clip", "mask", "cap", "sequence_clip")
 """Gates with a lower bound on a ratio; the bounds of other gates are nats, probabilities, divergences or a width."""

@@ -1,13 +1,16 @@
 """Gates of methods other than PPO, GRPO and GSPO.
 
-MiniRL's mask, a clip of whole sequences, no clip, no ratio, CISPO's cap, SAPO's sigmoid, GMPO's mean of clipped
-ratios, and VESPO's gamma kernel."""
+MiniRL's mask, a ceiling that keeps its tokens, a clip of whole sequences, no clip, no ratio, CISPO's cap, SAPO's
+sigmoid, GMPO's mean of clipped ratios, and VESPO's gamma kernel."""
+
+import math
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moe_rl.objectives.gates import Gated, GateInputs, choose, gate, outside_trust_region
+from moe_rl.objectives.gates import Gated, GateInputs, choose, clip_gate, gate, outside_trust_region
 from moe_rl.objectives.ratios import log_ratio_at_level, masked_row_mean
 
 _SATURATED = 50.0  # nats: sigma(tau (e^50 - 1)) is 1 and its slope 0 in float64 for every tau above 1e-20
@@ -22,6 +25,32 @@ def mask_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -
     ratio = x.log_ratio.detach().exp()
     clipped = outside_trust_region(ratio, x.advantages, 1.0 - clip_low, 1.0 + clip_high)
     return Gated(torch.where(clipped, 0.0, ratio) * x.advantages * x.logps, clipped)
+
+
+def _below_ceiling(x: GateInputs, ceiling: float | int) -> Float[Tensor, "B T"]:
+    """Return the log-ratio; where A < 0 and the ratio is above `ceiling`, log `ceiling` with the log-ratio's slope."""
+    excess = (x.log_ratio.detach() - math.log(ceiling)).clamp(min=0.0)
+    return x.log_ratio - torch.where(x.advantages < 0, excess, 0.0)
+
+
+def _ceiling_importance(
+    x: GateInputs, *, clip_low: float | int, clip_high: float | int, dual_clip: float | int
+) -> Float[Tensor, "B T"]:
+    return _below_ceiling(x, dual_clip).exp()
+
+
+@gate("soft_dual_clip", importance=_ceiling_importance)
+def soft_dual_clip_gate(
+    x: GateInputs, *, clip_low: float | int, clip_high: float | int, dual_clip: float | int
+) -> Gated:
+    """Return the surrogate of `clip_gate` with a ceiling that keeps its tokens: min(r, c) A where A < 0.
+
+    Tokens with A < 0 and r > c = `dual_clip` have the value that dual clip (arXiv:1912.09729) gives them, c A, and stay
+    in the gradient with the weight c: c A grad log pi. Dual clip takes them out. No paper has this gate: it separates
+    what a bounded weight does from what leaving tokens out does. A ceiling that keeps the gradient is called soft by
+    ASPO (arXiv:2510.06062).
+    """
+    return clip_gate(replace(x, level_log_ratio=_below_ceiling(x, dual_clip)), clip_low=clip_low, clip_high=clip_high)
 
 
 @gate("sequence_clip", levels=("token",))

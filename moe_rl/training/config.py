@@ -75,7 +75,7 @@ class MethodConfig:
     clip_high: NotNegative | None = None
     """Upper clip range."""
     dual_clip: Positive | None = None
-    """Ceiling of the ratio where the advantage is negative; gate `clip` only."""
+    """Ceiling of the ratio where the advantage is negative; gates `clip` and `soft_dual_clip` only."""
     ratio_cap: Positive | None = None
     """Ceiling of the ratio; gates `divergence_tv` and `divergence_kl` only."""
     temperature_pos: Positive | None = None

@@ -73,6 +73,19 @@ def test_closed_form_equals_autograd_with_kl_and_gates_at_other_levels(name, est
         assert not closed.weight.requires_grad
 
 
+@pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_token", "sequence_product"])
+def test_closed_form_equals_autograd_beyond_a_ceiling_that_keeps_its_tokens(ratio):
+    g = torch.Generator().manual_seed(6)
+    old = -torch.rand(6, 5, generator=g, dtype=torch.float64)
+    logps = (old + 2 * torch.randn(6, 5, generator=g, dtype=torch.float64)).requires_grad_()
+    rest = old, torch.randn(6, generator=g, dtype=torch.float64), torch.rand(6, 5, generator=g) < 0.7
+    objective = replace(OBJECTIVES["dual_clip"], gate="soft_dual_clip", ratio=ratio, dual_clip=1.5)
+    policy_loss(objective, logps, *rest).loss.backward()
+    closed = token_weights(objective, logps, *rest)
+    torch.testing.assert_close(closed.weight, -logps.grad, rtol=1e-11, atol=1e-13)
+    assert ((closed.importance - 1.5).abs() < 1e-12).any(), "no ratio is beyond the ceiling"
+
+
 @pytest.mark.parametrize("where", ["before_clip", "after_clip"])
 @pytest.mark.parametrize("name", [n for n, o in OBJECTIVES.items() if o.anchor == "old" and not o.corrections])
 def test_closed_form_equals_autograd_with_a_route_weight_in_any_method(name, where):

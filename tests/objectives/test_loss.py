@@ -81,6 +81,20 @@ def test_dual_clip_golden():
     assert run(on_the_ceiling, [[2.0]], [-1.0])[0].clipped.tolist() == [[False]], "clipped is what is beyond it"
 
 
+def test_soft_dual_clip_golden():
+    # as above, and the token beyond the ceiling stays with its weight 3: slope -(3 * -2)/2; a ratio that overflows, too
+    objective = replace(OBJECTIVES["dual_clip"], gate="soft_dual_clip")
+    for ratio in (5.0, 1e300):
+        out, slope = run(objective, [[ratio, 2.0]], [-2.0])
+        torch.testing.assert_close(out.loss, double(5.0))
+        assert not out.clipped.any()
+        torch.testing.assert_close(slope, double([[3.0, 2.0]]))
+    # the clip is GRPO's, and the ceiling is none where A > 0
+    for ratios, advantage in (([[1.5, 0.9]], 1.0), ([[0.5, 2.9]], -1.0)):
+        (soft, one), (grpo, other) = (run(o, ratios, [advantage]) for o in (objective, OBJECTIVES["grpo"]))
+        assert soft.loss == grpo.loss and torch.equal(one, other) and torch.equal(soft.clipped, grpo.clipped)
+
+
 def test_sapo_golden():
     # A = 1, tau = 1, r = 2: 4 sigma(1); slope 4 sigma(1) sigma(-1) r = sech^2(1/2) * 2
     out, slope = run("sapo", [[2.0]], [1.0])

@@ -64,6 +64,8 @@ def test_an_unknown_preset_names_the_nearest():
         ({"gate": "geometric", "ratio": "sequence"}, "'geometric' is defined for 'token' ratios, got 'sequence'"),
         ({"gate": "sigmoid", "dual_clip": 3.0}, "dual_clip"),
         ({"dual_clip": 1.1}, "dual_clip"),
+        ({"gate": "soft_dual_clip"}, "gate='soft_dual_clip' needs a ceiling, e.g. 3; got None"),
+        ({"gate": "soft_dual_clip", "dual_clip": 1.2}, "dual_clip: expected above 1"),
         ({"local_normalizer": True}, "token_mean"),
     ],
 )
