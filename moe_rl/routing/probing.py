@@ -176,8 +176,9 @@ def quiet(tap: Tap) -> Iterator[None]:
 
 
 @contextmanager
-def alike(tap: Tap) -> Iterator[None]:
-    """Context manager: every forward draws the same random numbers; afterwards the random states are restored.
+def alike(tap: Tap, batch: int, length: int) -> Iterator[Tensor]:
+    """Context manager: every forward draws the same random numbers; afterwards the random states are restored. Yields
+    the output of such a forward.
 
     The random states belong to the whole process: if a forward draws nothing, they are left alone, because another
     thread may draw.
@@ -185,18 +186,19 @@ def alike(tap: Tap) -> Iterator[None]:
     devices = sorted({p.device.index or 0 for p in tap.boundary.parameters() if p.device.type == "cuda"})
     with _ONE_AT_A_TIME:
         own, others = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
-        if draws := not torch.equal(*(forward(tap, 2, 8).nan_to_num() for _ in range(2))):
+        plain = forward(tap, batch, length)
+        if draws := not torch.equal(forward(tap, batch, length).nan_to_num(), plain.nan_to_num()):
             torch.set_rng_state(own)
             for device, state in zip(devices, others, strict=True):
                 torch.cuda.set_rng_state(state, device)
             token = _SEEDED.set(True)
             try:
                 with torch.random.fork_rng(devices=devices):
-                    yield
+                    yield forward(tap, batch, length)
             finally:
                 _SEEDED.reset(token)
     if not draws:
-        yield
+        yield plain
 
 
 @contextmanager

@@ -1,11 +1,11 @@
 """Self-check of a model before its first use, in train or in eval mode: a few tokens show if interception is exact.
 
-The check runs some forwards without gradients, in the mode that the model is in: two that tell whether the model draws
-random numbers (if so, all others start from one random state, which is put back); one without changes; one that watches
-which operations the routers perform; one that replays its own routes (the output must be identical); one that forces
-routes which cover every expert (exactly those must arrive at the experts); and two that also set the routers' logits:
-the gates of forced experts must not be zero, and must not depend on which experts the router would have chosen. Buffers
-are put back.
+The check runs some forwards without gradients, in the mode that the model is in: two without changes, which tell if the
+model draws random numbers (if so, all others start from one random state, which is put back); one that watches which
+operations the routers perform; one that replays its own routes (the output must be identical); one that forces routes
+which cover every expert (exactly those must arrive at the experts); and two that also set the routers' logits: the
+gates of forced experts must not be zero, and must not depend on which experts the router would have chosen. Buffers are
+put back.
 """
 
 import math
@@ -25,6 +25,7 @@ from moe_rl.routing.selection import Selector
 from moe_rl.routing.sequential_max import MaskedSelection, SequentialMax, WithLogits
 
 _BY_MAX = {"PhimoeTopKRouter"}  # routers that select by successive maxima
+_PLAIN = 2, 8  # sequences, and tokens of each, of the forwards that watch and compare
 _ZERO_GATES = 0.05  # share of exactly zero gates that underflow may explain, where logits cannot be set
 _SAME_GATES = 0.05  # relative difference that rounding (bfloat16) may explain
 
@@ -38,8 +39,8 @@ def examine(tap: Tap) -> None:
         )
     before = tap.probes
     try:
-        with quiet(tap), alike(tap):
-            probes = _learn(tap)
+        with quiet(tap), alike(tap, *_PLAIN) as plain:
+            probes = _learn(tap, plain)
     except BaseException:
         tap.probes = before
         raise
@@ -51,11 +52,12 @@ def examine(tap: Tap) -> None:
             tap.modes[module.training, index] = probe
 
 
-def _learn(tap: Tap) -> list[Selector]:
-    """Return the Selector of each site. Raises UnsupportedModelError if a forward shows that interception fails."""
-    plain, depths = forward(tap, 2, 8), [0] * len(tap.sites)
+def _learn(tap: Tap, plain: Tensor) -> list[Selector]:
+    """Return the Selector of each site; `plain` is the output of a forward. Raises UnsupportedModelError if a forward
+    shows that interception fails."""
+    depths = [0] * len(tap.sites)
     for _ in range(2):
-        seen = watch(tap, depths, 2, 8)
+        seen = watch(tap, depths, *_PLAIN)
         idle = [i for i, s in enumerate(seen) if not s.ran]
         if idle:
             raise refused(tap, idle[0], "did not run in a forward of the whole model")
@@ -65,11 +67,11 @@ def _learn(tap: Tap) -> list[Selector]:
             break
         depths = [d + (i in deeper) for i, d in enumerate(depths)]
     else:
-        seen = watch(tap, depths, 2, 8)
-    probes = [replace(_deduce(tap, i, s, 16), depth=depths[i]) for i, s in enumerate(seen)]
+        seen = watch(tap, depths, *_PLAIN)
+    probes = [replace(_deduce(tap, i, s, math.prod(_PLAIN)), depth=depths[i]) for i, s in enumerate(seen)]
     tap.probes = probes
     own = [s.ranked[p.selection][2] if s.ranked else _output_ids(s, p) for s, p in zip(seen, probes, strict=True)]
-    _same_output(tap, plain, own, 2, 8)
+    _same_output(tap, plain, own, *_PLAIN)
     _force_others(tap, probes, length=max(8, *(math.ceil(p.num_experts / p.k) for p in probes)))
     return probes
 

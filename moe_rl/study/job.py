@@ -40,7 +40,7 @@ def run_job(arguments: Sequence[str], log: str, processes: int | None, settings:
     """
     import submitit
 
-    from moe_rl.study.config import ConfigError
+    from moe_rl.study.shipped import ConfigError
 
     here = submitit.JobEnvironment()
     environment = {**os.environ, **settings, "PYTHONUNBUFFERED": "1"}

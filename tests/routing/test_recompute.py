@@ -159,11 +159,9 @@ def one_layer_routes(inputs: Tensor) -> RoutedExperts:
     ("what", "reentrant"),
     [
         ("wrapped", True),
-        ("model", False),
-        ("layer", True),
-        ("wrapped layer", False),
-        *(sweep(what, True) for what in ("model", "base", "wrapped layer")),
-        *(sweep(what, False) for what in ("wrapped", "base", "layer")),
+        ("layer", False),
+        *(sweep(what, True) for what in ("model", "base", "layer", "wrapped layer")),
+        *(sweep(what, False) for what in ("wrapped", "model", "base", "wrapped layer")),
     ],
 )
 def test_a_compiled_model_with_gradient_checkpointing_is_refused(what: str, reentrant: bool) -> None:
@@ -189,10 +187,11 @@ def test_a_compiled_model_with_gradient_checkpointing_is_refused(what: str, reen
     [
         ("mlp", True),
         ("router", False),
-        ("layer", True),
         ("model", True),
-        ("model", False),
-        *(sweep(*case) for case in (("mlp", False), ("router", True), ("layer", False))),
+        *(
+            sweep(*case)
+            for case in (("mlp", False), ("router", True), ("layer", True), ("layer", False), ("model", False))
+        ),
     ],
 )
 def test_a_checkpoint_by_hand_around_or_in_what_is_compiled_is_refused(what: str, late: bool) -> None:

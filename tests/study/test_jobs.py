@@ -306,6 +306,20 @@ def node(folder, monkeypatch):
     return folder / "log"
 
 
+def test_a_job_that_waits_for_its_run_holds_no_torch(folder):
+    """On every node it would take ten CPU seconds and 400 MB beside the run."""
+    code = (
+        "import subprocess, sys, types, submitit\n"
+        "submitit.JobEnvironment = lambda: types.SimpleNamespace(node=0, num_nodes=1, hostnames=['n'], job_id='1')\n"
+        "subprocess.run = lambda *_, **__: print('run')\n"
+        "from moe_rl.study.job import run_job\n"
+        "run_job(['run'], 'log', None, {})\n"
+        "print({'torch', 'transformers', 'pandas'} & set(sys.modules))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.split("\n")[:2] == ["run", "set()"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="has no real-time signals")
 @pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (40, "signal 40")])
 def test_a_run_that_was_killed_leaves_the_signal_in_its_log(node, monkeypatch, number, name):

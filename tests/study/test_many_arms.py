@@ -114,7 +114,7 @@ def small(tmp_path_factory, more, others=("grpo", "grpo_replay", "gspo")):
 
 
 @pytest.mark.parametrize("name", DRAWN)
-@pytest.mark.parametrize("study", mostly_swept(STUDIES, ("wide", "doses", "single", "wordy_crowd")))
+@pytest.mark.parametrize("study", mostly_swept(STUDIES, ("wide", "doses", "wordy_crowd")))
 def test_words_lie_inside_the_figure_and_not_on_one_another(study, name, request):
     _readable(FIGURES[name](request.getfixturevalue(study)))
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from micro import MICRO, logps, rows
 from safetensors import SafetensorError
+from sweeps import sweep
 
 from moe_rl.measure.catalogue import HEADS
 from moe_rl.measure.logprobs import token_logps
@@ -233,7 +234,9 @@ def test_what_waited_and_has_no_log_probability_any_more_is_named(state_of, tmp_
         rescored(state, batch)
 
 
-@pytest.mark.parametrize("arm", [{}, {"objective": "dapo"}, {"objective": "rspo", "replay": "R2"}, {"replay": "R3"}])
+@pytest.mark.parametrize(
+    "arm", [{"objective": "rspo", "replay": "R2"}, {"replay": "R3"}, sweep({}), sweep({"objective": "dapo"})]
+)
 def test_micro_batches_do_not_change_the_update(state_of, tmp_path, arm):
     """Responses of unequal length, so that rows change places and padding is left out."""
     ends, long = [], replace(MICRO.rollout, max_new_tokens=20)

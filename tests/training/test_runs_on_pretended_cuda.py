@@ -64,7 +64,7 @@ def test_what_routers_say_is_kept_on_the_host(tmp_path, state_of):
         assert {x.device for x in kept} == {CPU} and probe.observations[0].natural.device == CUDA
 
 
-FEW = "grpo, R2, all probes", "gspo, noise, lag", "ppo, learned reward"
+FEW = "grpo, R2, all probes", "ppo, learned reward"
 
 
 @pytest.mark.parametrize("name", mostly_swept(CASES, FEW))

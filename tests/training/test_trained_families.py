@@ -2,13 +2,25 @@
 
 import pytest
 from sweep import rows_of
-from sweeps import FAMILIES, mostly_swept, sweep
+from sweeps import mostly_swept, sweep
 from tiny_families import supported
 
 from moe_rl.policy.tiny import ModelError
 
+FEW = (  # a recorder, a replay, an engine and a probe meet here; what a router is like is seen in tests/routing
+    "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "Llama4ForCausalLM",
+    "LongcatFlashForCausalLM",
+    "NemotronHForCausalLM",
+    "PhimoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "ZayaForCausalLM",
+)
 
-@pytest.mark.parametrize("family", mostly_swept(supported(), FAMILIES))
+
+@pytest.mark.parametrize("family", mostly_swept(supported(), FEW))
 def test_a_family_trains_under_replay(family, tmp_path):
     rows = rows_of(family, tmp_path)
     first, second = rows["update"]
