@@ -55,9 +55,9 @@ def token_weights(
         shared     (1/|y|) sum_u a[u] c[u] g[u] A[u]                            eq. 10
         geometric  1[t not clipped] (1/|y|) sum_u a[u] c[u] m A[u]              m the geometric mean
 
-    minus kl_coef times the slope of the KL estimate. "shared" holds for a sequence ratio that carries the
-    gradient itself (gates clip, sigmoid, none; without 1/|y| for the product over the sequence); "own" for all other
-    ratios and gates.
+    minus kl_coef times the slope of the KL estimate. "shared" holds for a sequence ratio that carries the gradient
+    itself (gates clip, soft_dual_clip, sigmoid, none; without 1/|y| for the product over the sequence); "own" for all
+    other ratios and gates.
 
     Args and Raises: as `policy_loss`, for a batch in one piece.
 

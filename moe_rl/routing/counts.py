@@ -31,7 +31,8 @@ class ChangeCounts:
     both sides.
     incomplete_tokens: tokens where some sites could be compared and others not.
     sites: names, where known.
-    pair: what was compared, as it should stand on a figure: "policies" (old and new weights) or "engines".
+    pair: what was compared, as it should stand on a figure: "policies" (old and new weights),
+    "engines" or "shadow" (two routers of one forward).
     """
 
     site_deviation: Int[Tensor, "L K_plus_1"]
