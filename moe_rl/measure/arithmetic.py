@@ -78,7 +78,10 @@ class GapSums:
         self.masks.append(mask)
 
     def metrics(self) -> dict[str, float | int]:
-        """Return slot, site and token change with numerators and denominators, and the metrics of `gap_split`."""
+        """Return slot, site and token change with numerators and denominators, and the metrics of `gap_split`.
+
+        Raises CannotRun if no token was added.
+        """
         counts = self.counts
         if counts is None or not counts.tokens_total:
             raise CannotRun("no token to measure")

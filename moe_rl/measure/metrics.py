@@ -214,6 +214,8 @@ def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tens
     - `shift_over_margin`: median of (largest change of a logit after subtracting the mean change) over half the old
       margin; a choice with a value below 1 could not have changed, unless groups of experts are chosen first.
     Without tokens, or if at any site all experts are chosen, margins and shift are left out.
+
+    Raises ValueError where there is no site, or `old` and `new` have different numbers of sites.
     """
     pairs = list(zip(old, new, strict=True))
     if not pairs:

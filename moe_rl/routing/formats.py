@@ -47,6 +47,8 @@ class Stored:
 
         Written to a temporary name, flushed, then renamed, so that `path` is never half a file. A name that other
         readers take for their format (.parquet, .csv, .npy, .npz) is accepted with a warning.
+
+        Raises RoutingError if `meta` holds anything but JSON values.
         """
         if (suffix := Path(path).suffix.lower()) in (".parquet", ".csv", ".npy", ".npz"):
             warnings.warn(

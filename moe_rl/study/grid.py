@@ -63,7 +63,8 @@ def run_study(
         ConfigError: `output` is another study's or holds something else, a run folder belongs to another
             configuration, a rounding that this machine does not have, or a
             launcher that cannot start here; nothing is started.
-        ModelError, EngineError: an arm that this machine cannot run; nothing is started.
+        ModelError, EngineError: an arm that this machine cannot run; nothing is started (jobs of a cluster: each job
+            finds out for itself).
         NotTakenError: the cluster takes no job, and none goes on.
         InUseError: another process runs this study.
         StudyFailed: runs that ended with an error, or whose folder is damaged, after all the others were finished.
