@@ -210,19 +210,20 @@ def test_fates_of_conclusions_and_the_committed_table_of_them():
 
 def test_slopes_by_length_and_the_committed_table_of_them(monkeypatch):
     length = script("length")
-    tokens = pd.Series(length["TOKENS"])
+    tokens = pd.Series(length["STUDIES"]["old_tokens_length"].tokens)
     rising = pd.DataFrame([0.1 * np.log2(tokens), 1 - 0.2 * np.log2(tokens), np.log2(tokens).where(tokens > 5)])
-    assert length["slopes"](rising) == pytest.approx([0.1, -0.2]), "a seed without one of the lengths has no slope"
-    committed = pd.read_csv(ROOT / "docs" / "results" / "old_tokens_length_slopes" / "slopes.csv")
-    pd.testing.assert_frame_equal(committed, length["slopes_table"](), rtol=1e-5, check_dtype=False)
+    assert length["slopes"](rising, dict(tokens)) == pytest.approx([0.1, -0.2]), "a seed that lacks a length has none"
+    for study in length["STUDIES"]:
+        committed = pd.read_csv(ROOT / "docs" / "results" / f"{study}_slopes" / "slopes.csv")
+        pd.testing.assert_frame_equal(committed, length["slopes_table"](study), rtol=1e-5, check_dtype=False)
     line = np.log2(tokens)
     rows = {(rounding, seed): line * (1 + seed) for rounding in ("native", "avx2") for seed in (0, 1, 2)}
     rows["native", 2] = line.where(tokens > 5)
     monkeypatch.setitem(length["slopes_table"].__globals__, "differences", lambda *_: pd.DataFrame(rows).T)
-    table = length["slopes_table"]().groupby("rounding", sort=False)[["n", "slope"]].first()
+    table = length["slopes_table"]("old_tokens_length").groupby("rounding", sort=False)[["n", "slope"]].first()
     assert table.to_numpy() == pytest.approx(np.array([[2, 1.5], [3, 2.0], [2, 1.5]])), "pooled: seeds that both have"
     monkeypatch.undo()
-    drawn = length["drawn"]().set_index(["cause", "row", "rounding"])
+    drawn = length["drawn"]("old_tokens_length").set_index(["cause", "row", "rounding"])
     gain = pd.read_csv(ROOT / "docs" / "results" / "old_tokens_length" / "roundings.csv").set_index(["arm", "rounding"])
     there = drawn.loc[("GSPO − GRPO, mixed", "4 letters, 5 tokens", "avx2")]
     assert there["difference"] == gain.loc[("gspo_partial_4", "avx2"), "difference"]
