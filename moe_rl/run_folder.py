@@ -184,7 +184,7 @@ class RunWriter:
 
     def rewind(self, step: SupportsIndex) -> int:
         """Drop the rows of `step` and later steps, and their tokens, so that they can be written again; return how many
-        rows there were."""
+        rows there were. Among them is the evaluation of `step`, made before its batch: evaluate again."""
         first = index_of(step, "step", "rewind", 0)
         dropped = self._drop(lambda row: row["step"] >= first)
         self._drop_tokens(first, 0)

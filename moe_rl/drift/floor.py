@@ -119,5 +119,8 @@ class Floor:
         return pd.DataFrame(found)
 
     def _measured(self) -> dict[str, Variant]:
-        """Return the variants that were measured on at least one token."""
-        return {name: variant for name, variant in self.variants.items() if variant.counts.tokens_total}
+        """Return the variants that were measured on all sequences, and on at least one token.
+
+        One that failed on a later batch was measured on fewer sequences than the others."""
+        left_out = self._noise_floor.left_out
+        return {name: one for name, one in self.variants.items() if one.counts.tokens_total and name not in left_out}

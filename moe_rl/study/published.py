@@ -13,7 +13,7 @@ from moe_rl.study.config import changed_settings, load_study
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import run_outcomes
 from moe_rl.study.power import fewest_pairs
-from moe_rl.study.roundings import NATIVE, Rounding, components_of, conclusions_of
+from moe_rl.study.roundings import NATIVE, Rounding, components_of, conclusions_of, other_roundings
 from moe_rl.study.shipped import shipped_studies
 from moe_rl.study.statistics import Interval, student_interval
 
@@ -63,12 +63,12 @@ def published_roundings(folder: Path) -> dict[str, Rounding]:
 
 
 def check_settings(data: StudyData) -> None:
-    """Raise ResultsError if a run has other settings than the study of that name that comes with the package."""
+    """Raise ResultsError if a run, under any rounding, has other settings than the package's study of that name."""
     path = shipped_studies().get(data.name)
     if path is None:
         return
     study = load_study(path)
-    for run in data.runs:
+    for run in (run for runs in (data, *data.roundings.values()) for run in runs.runs):
         known = run.arm in study.arms
         changed = changed_settings(run.config, study.resolve(run.arm, run.seed)) if known else ["no such arm"]
         if changed:
@@ -82,7 +82,7 @@ def against_published(data: StudyData, folder: Path, name: str) -> dict[str, pd.
     """Return the tables `roundings` and `variance_components` of a published study with the same study run again.
 
     `roundings` says what becomes of each published conclusion (`conclusions_of`). The runs of `data`, which are the
-    study run again, count as the rounding `name`.
+    study run again, count as the rounding `name`, and those of its `other_roundings` as further ones.
 
     Raises ResultsError where none of the published comparisons has runs in `data`, or runs have other settings than the
     study of that name.
@@ -90,7 +90,7 @@ def against_published(data: StudyData, folder: Path, name: str) -> dict[str, pd.
     check_settings(data)
     both = published_roundings(folder)
     known = [f"{pair.arm} - {pair.other}" for pair in both[NATIVE].pairs]
-    for rounding, study in {NATIVE: data, **data.roundings}.items():
+    for rounding, study in {NATIVE: data, **other_roundings(data)}.items():
         both[_rounding_name(name, rounding)] = Rounding(run_outcomes(study), comparisons(study))
     if not {f"{pair.arm} - {pair.other}" for pair in both[name].pairs} & set(known):
         raise ResultsError(f"{folder}: none of its comparisons ({', '.join(known)}) has runs in {data.name}")

@@ -240,9 +240,11 @@ def update_outcomes(data: StudyData) -> pd.DataFrame:
     not; `grad_norm` (median), `grad_norm_largest`; `ratio_at_peak`, the largest ratio of a token in the update of the
     largest norm. With predicted routes: `predictor_kl` and `predictor_kl_unmoved` (means). With engine corrections:
     `correction_weight`, the mean weight of a token over updates, and `correction_dropped` and `correction_truncated`,
-    shares of all updates' tokens.
+    shares of all updates' tokens. Empty if there are no gradient norms.
     """
     rows, keys = data.updates, ["arm", "seed"]
+    if "grad_norm" not in rows:  # of a rounding whose runs have no updates yet
+        return pd.DataFrame(columns=keys)
     of_run = rows.groupby(keys, sort=False, observed=True)
     found = of_run["grad_norm"].agg(grad_norm="median", grad_norm_largest="max")
     if {"tokens", "clipped_tokens", "clipped_low_tokens"} <= set(rows):
@@ -270,8 +272,10 @@ def predicted_shares(data: StudyData) -> pd.DataFrame:
 
     Both are summed over updates: of all RL steps (`all`), of the first ten (`early`) and of the later ones (`later`).
     Below 1, the prediction is nearer to the router outputs in an update than the router outputs at the time when the
-    batch was scored. NaN without such steps.
+    batch was scored. NaN without such steps. Empty if no run predicts routes.
     """
+    if not {"predictor_kl", "predictor_kl_unmoved"} <= set(data.updates):  # of a rounding that has some of the arms
+        return pd.DataFrame(columns=["arm", "seed", "all", "early", "later"])
     rows = data.updates[data.updates["predictor_kl"].notna()]
     early = rows["step"] < 10
     found = {}

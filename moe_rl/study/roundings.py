@@ -86,9 +86,9 @@ class Rounding:
 
 
 def of_each_rounding(data: StudyData, table: Callable[[StudyData], pd.DataFrame]) -> pd.DataFrame:
-    """Return a table of a study's runs; under several roundings, the runs of all of them with a column `rounding`."""
+    """Return a table of a study's runs; with `other_roundings`, the runs of all of them with a column `rounding`."""
     own = table(data)
-    others = [table(study).assign(rounding=name) for name, study in data.roundings.items()]
+    others = [table(study).assign(rounding=name) for name, study in other_roundings(data).items()]
     return pd.concat([own.assign(rounding=NATIVE), *others], ignore_index=True) if others else own
 
 
@@ -106,10 +106,15 @@ def same_kernels(data: StudyData) -> dict[str, list[str]]:
     return {name: runs for name, runs in found.items() if runs}
 
 
-def _roundings(data: StudyData) -> dict[str, Rounding]:
-    """Return `native` and the other roundings of a study by name, without those of `same_kernels`."""
+def other_roundings(data: StudyData) -> dict[str, StudyData]:
+    """Return the roundings of a study by name, without those of `same_kernels`."""
     same = same_kernels(data)
-    studies = {NATIVE: data, **{name: study for name, study in data.roundings.items() if name not in same}}
+    return {name: study for name, study in data.roundings.items() if name not in same}
+
+
+def _roundings(data: StudyData) -> dict[str, Rounding]:
+    """Return `native` and the `other_roundings` of a study by name."""
+    studies = {NATIVE: data, **other_roundings(data)}
     return {name: Rounding(run_outcomes(study), comparisons(study)) for name, study in studies.items()}
 
 

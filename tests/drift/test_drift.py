@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -175,6 +176,22 @@ def test_a_bf16_copy_that_does_not_fit_is_left_out(tokenizer, monkeypatch):
     floor.add(model, text, score_live(model, text))
     assert list(floor.variants) == ["repeat", "experts"], "one sequence has no other batch shape"
     assert re.search("a bf16 copy takes .* GiB, .* are free", floor.results()["left_out"]["bf16"])
+
+
+def test_a_variant_that_fails_on_a_later_batch_is_not_reported(tokenizer, monkeypatch):
+    """It was measured on fewer sequences than the others, under whose number it would stand."""
+    model = build("qwen3_moe", tokenizer, moe_size=16).eval()
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    text = TokenBatch(torch.tensor([[3, 4, 5, 6], [6, 5, 4, 3]]), mask, mask & (torch.arange(4) > 0))
+    floor, before = Floor(4), score_live(model, text)
+    floor.add(model, text, before)
+    assert "bf16" in floor.results()["variants"]
+    monkeypatch.setattr(noise_floor, "rounded_copy", Mock(side_effect=MemoryError("no memory")))
+    floor._noise_floor.close()  # frees the copy of the first batch
+    floor.add(model, text, before)
+    found = floor.results()
+    assert found["sequences"] == 4 and list(found["variants"]) == ["repeat", "batch", "experts"]
+    assert found["left_out"] == {"bf16": "no memory"} and "bf16" not in set(floor.sites()["variant"])
 
 
 def test_flips_are_set_beside_the_log_ratio_that_they_can_move(saved, prompts, tmp_path, undrawn):

@@ -1,5 +1,6 @@
 """A study run again elsewhere, beside its committed tables."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -86,6 +87,14 @@ def test_committed_runs_of_several_roundings_are_each_one(study, elsewhere, tmp_
     assert list(published_roundings(tmp_path / "small")) == ["native", "avx2"]
     table = against_published(load(elsewhere), tmp_path / "small", "here")["roundings"]
     assert list(table[table["arm"] == "gspo"]["rounding"]) == ["native", "avx2", "here", "pooled"]
+    both = shutil.copytree(elsewhere, tmp_path / "both")
+    shutil.copytree(elsewhere, both / "rounding_default", ignore=shutil.ignore_patterns("study.yaml"))
+    for kernels, names in (("DEFAULT", ["here", "here_default"]), ("AVX2", ["here"])):
+        for file in both.glob("**/env.json"):
+            of = kernels if "rounding_default" in file.parts else "AVX2"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"kernels": of}))
+        table = against_published(load(both), tmp_path / "small", "here")["roundings"]
+        assert list(table[table["arm"] == "gspo"]["rounding"]) == ["native", "avx2", *names, "pooled"]
 
 
 def test_what_cannot_be_set_beside_each_other_is_said(study, tmp_path):
@@ -107,7 +116,10 @@ def test_runs_of_other_settings_are_not_set_beside_the_committed_ones(tmp_path):
     (run / "config.yaml").write_text(dump_run(config))
     check_settings(load(folder))
     (run / "config.yaml").write_text(dump_run(replace(config, optim=replace(config.optim, steps=5))))
-    with pytest.raises(
-        ResultsError, match=rf"{arm}/seed{seed} was run with other settings than .*quick.yaml.*optim.steps"
-    ):
+    of_others = rf"{arm}/seed{seed} was run with other settings than .*quick.yaml.*optim.steps"
+    with pytest.raises(ResultsError, match=of_others):
+        check_settings(load(folder))
+    shutil.copytree(folder / arm, folder / "rounding_avx2" / arm)
+    (run / "config.yaml").write_text(dump_run(config))
+    with pytest.raises(ResultsError, match=of_others):
         check_settings(load(folder))

@@ -1,6 +1,7 @@
 """Tables of a study by hand: change of slots by an expert's load, and what runs clipped."""
 
 import json
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -160,3 +161,9 @@ def test_predictions_are_a_ratio_of_sums_over_updates_and_a_geometric_mean_over_
     assert table["arm"].tolist() == ["pr2"] and table["n"].tolist() == [2]
     assert table.loc[0, ["all", "early", "later"]].tolist() == pytest.approx([1.5, 0.25, 4.0])
     assert "| pr2 | 2 | 1.50 [" in markdown("predictions", table)
+    shutil.copytree(tmp_path / "grpo", tmp_path / "rounding_avx2" / "grpo")  # some of the arms
+    tables = result_tables(load(tmp_path))
+    assert tables["predictions"]["arm"].tolist() == ["pr2"] and set(tables["updates"]["rounding"]) == {"native", "avx2"}
+    for run in (tmp_path / "rounding_avx2").glob("grpo/seed*"):
+        write_rows(run, [{"kind": "rollout", "step": 0, "reward": 0.5}], {})
+    assert set(result_tables(load(tmp_path))["updates"]["rounding"]) == {"native"}

@@ -23,6 +23,7 @@ from moe_rl.study.roundings import (
     components,
     components_of,
     conclusion_table,
+    of_each_rounding,
     same_kernels,
     survival,
 )
@@ -130,6 +131,7 @@ def test_a_rounding_with_the_kernels_of_the_native_runs_is_none(folder, tmp_path
     data = load(study)
     assert len(same_kernels(data)["avx2"]) == 6 and same_kernels(data)["avx2"][0] == "gspo/seed0"
     assert conclusion_table(data).empty and component_table(data).empty
+    assert "rounding" not in of_each_rounding(data, run_outcomes), "committed, it would come back as a repetition"
     words = " ".join(s.text for s in read(data) if s.topic == "Other roundings")
     assert "avx2 is left out: 6 runs of it had the kernels of the native ones" in words and "Survives" not in words
 
