@@ -101,7 +101,8 @@ class ReplayTrainer(Trainer):
             return found
         with record_routes(model) as recording:
             found = score()
-        self._scorings.append(Scoring(found[0], recording.routes, recording.routes, text))
+        routes = recording.routes  # one object, so that it is kept once
+        self._scorings.append(Scoring(found[0], routes, routes, text))
         return found
 
     def _scoring_of(self: Any, scorings: list[Scoring], old_logps: Tensor | None) -> Scoring:

@@ -155,7 +155,11 @@ class _RoutingReplay(ReplayTrainer):
 
     def _generate(self: Any, prompts: Any) -> Any:
         self._sampled.forget()
-        generated = super()._generate(prompts)
+        scorings, self._scorings = self._scorings, None  # a `rollout_func` may score, too: not for the ratio
+        try:
+            generated = super()._generate(prompts)
+        finally:
+            self._scorings = scorings
         if self.model.training and self._listening:
             prompt_ids, completion_ids, _, _, logps, *_ = generated
             fields = generated[5] if self.rollout_func is not None else None

@@ -28,7 +28,8 @@ class Batch(Responses):
         ref_logps: nats; log-probabilities of the reference policy under live routing; None without a reference.
         step: the step whose policy sampled the batch (differs from the current one under rollout lag).
         values, returns: predictions of the value model and its targets at scoring, units of reward; None without one.
-        route_scores: nats; log router probability of the experts in `routes` under the old policy (RSPO), else None.
+        route_scores: nats; log router probability of the experts in `routes`, in the pass of `old_logps` (RSPO); else
+            None.
         natural_logps: nats; log-probabilities of the old policy under live routing where `old_logps` are under the
             rollout's routes (R3, PR2), else None.
         rollout_routes: the experts that the sampler chose, -1 on padding and each row's last token; None if unknown.

@@ -178,10 +178,11 @@ class OptimConfig:
     balancing loss (`aux_loss_coef`), bnpo's local mean, and selection noise (`method.noise`), drawn for each: another
     run."""
     share_prompts: bool = False
-    """Responses to one prompt share it in updates, and in the scoring of steps that no probe follows: a forward of
-    P + G (R - 1) tokens instead of G (P + R) with padding (`moe_rl.measure.shared_prompts`). The same gradient up to
-    rounding; a sequence's last token has no route then, which counts of slots and loads leave out. For models whose
-    layers are attention alone, which is tried out when a run starts."""
+    """Responses to one prompt share it in updates, and in the scoring of steps that no probe follows (but not where a
+    batch is scored again): a forward of P + G (R - 1) tokens instead of G (P + R) with padding
+    (`moe_rl.measure.shared_prompts`). The same gradient up to rounding; a sequence's last token has no route then,
+    which counts of slots and loads leave out. For models whose layers are attention alone, which is tried out when a
+    run starts."""
     learning_rate: Positive = 1e-3
     warmup_updates: Whole = 20
     """Linear learning-rate warm-up, in updates."""
@@ -340,4 +341,5 @@ class RunConfig:
     `moe-rl drift`, and for a run that starts from one (`model.path`). 0: none. Each takes the disk space of the model,
     in `model.dtype`."""
     seed: Seed = 0
-    """Prompts, sampling, minibatch order and noise are drawn from it; arms with one seed share these draws."""
+    """Prompts, sampling, minibatch order and noise are drawn from it; arms with one seed share these draws, but for
+    later prompts of arms with another `rollout.lag`."""

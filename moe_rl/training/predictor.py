@@ -4,7 +4,7 @@ PR² is R3 with another sampler: the policy itself, whose routers choose by the 
 linear map of their input, which is trained to predict how the logits will have moved.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,7 @@ from moe_rl.policy.tiny import ModelError
 from moe_rl.rollout import Rollout
 from moe_rl.routing import RoutingError, predicted_routes, record_router_logits
 from moe_rl.training.batch import Batch, Totals
-from moe_rl.training.scorers import EngineRoutes, Seen
+from moe_rl.training.scorers import EngineRoutes, Scorer, Seen
 
 
 class RoutePredictor:
@@ -136,8 +136,10 @@ class PredictedRoutes(EngineRoutes):
 
     It gives log-probabilities, and the routers' inputs, logits and predicted logits."""
 
-    def __init__(self, policy: nn.Module, temperature: float, predictor: RoutePredictor):
-        super().__init__(policy, temperature)
+    def __init__(
+        self, policy: nn.Module, temperature: float, predictor: RoutePredictor, readers: Sequence[Scorer] = ()
+    ):
+        super().__init__(policy, temperature, readers)
         self.predictor = predictor
 
     def say(self, part: Rollout, seen: Seen, watched: Any) -> dict[str, Tensor]:

@@ -5,8 +5,8 @@ values from this pass, or that has a model of its own, adds a `Scorer` to the ru
 module, or the model itself (`Critic`, `RewardModel`).
 """
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,8 +26,8 @@ class Seen:
     """The result of the old policy's pass over a part of a rollout.
 
     Attributes:
-        out: log-probabilities under live routing.
-        routes: the experts that the policy chose; rows and columns are those of the part.
+        out: log-probabilities of the pass: under live routing, or under the engine's routes (`EngineRoutes.readers`).
+        routes: the experts that the policy chose live; rows and columns are those of the part.
         layout: the layout of rows in which responses share prompts; None if they do not.
     """
 
@@ -106,16 +106,26 @@ class Margins(Scorer):
 
 
 class EngineRoutes(Scorer):
-    """Scorer of a second pass of the old policy, under the rollout engine's routes, if they were recorded."""
+    """Scorer of a second pass of the old policy, under the rollout engine's routes, if they were recorded.
 
-    def __init__(self, policy: nn.Module, temperature: float):
-        self.policy, self.temperature = policy, temperature
+    readers: scorers of this pass instead of the live one, for values that updates under these routes compare with."""
+
+    def __init__(self, policy: nn.Module, temperature: float, readers: Sequence[Scorer] = ()):
+        self.policy, self.temperature, self.readers = policy, temperature, readers
 
     def say(self, part: Rollout, seen: Seen, watched: Any) -> dict[str, Tensor]:
         routes = part.routes
         if routes is None or routes is seen.routes:  # not recorded, or the old policy's own (`decoded`)
             return {}
         layout = share_prompts(*part.tokens, routes=routes) if seen.layout else None
-        with replay_routes(self.policy, layout.pack(routes) if layout else routes, once=True):
-            out = token_logps(self.policy, *part.tokens, temperature=self.temperature, shared=layout)
-        return {"replayed_logps": out.logps}
+        router_logits = any(reader.router_logits for reader in self.readers)
+        with ExitStack() as stack:
+            stack.enter_context(replay_routes(self.policy, layout.pack(routes) if layout else routes, once=True))
+            read = [stack.enter_context(reader.watch(self.policy)) for reader in self.readers]
+            out = token_logps(
+                self.policy, *part.tokens, temperature=self.temperature, router_logits=router_logits, shared=layout
+            )
+        said = {"replayed_logps": out.logps}
+        for reader, own in zip(self.readers, read, strict=True):
+            said |= reader.say(part, Seen(out, seen.routes, layout), own)
+        return said

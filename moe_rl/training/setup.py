@@ -20,7 +20,7 @@ from moe_rl.rollout import make_task
 from moe_rl.rollout.completions import check_end
 from moe_rl.rollout.continuing import in_turns
 from moe_rl.runlog import RunLog
-from moe_rl.training.config import RunConfig
+from moe_rl.training.config import OF_SAMPLER, RunConfig
 from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import ranks_of
 from moe_rl.training.launch import check_shares
@@ -137,13 +137,19 @@ def _begin(
 def scorers_of(state: State) -> tuple[Scorer, ...]:
     """Return the scorers that the configuration needs besides the old policy."""
     policy, temperature, predictor = state.policy, state.config.rollout.temperature, state.predictor
-    sampler = PredictedRoutes(policy, temperature, predictor) if predictor else EngineRoutes(policy, temperature)
+    compared = [one for one in (RouterScores() if state.method.weighs_routes else None, state.critic) if one]
+    forced = state.config.method.replay in OF_SAMPLER  # updates run under the sampler's routes
+    readers = compared if forced else ()
+    sampler = (
+        PredictedRoutes(policy, temperature, predictor, readers)
+        if predictor
+        else EngineRoutes(policy, temperature, readers)
+    )
     asked = (
         Margins() if state.config.method.keep < 1 else None,
         sampler if state.records_routes else None,
-        RouterScores() if state.method.weighs_routes else None,
+        *(() if forced else compared),
         None if state.reference is None else Reference(state.reference, temperature),
-        state.critic,
         state.reward_model,
     )
     return tuple(scorer for scorer in asked if scorer is not None)

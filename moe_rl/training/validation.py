@@ -254,6 +254,12 @@ def _levers(config: RunConfig, method: Method) -> None:
         f"optim.router_lr_multiplier: {optim.router_lr_multiplier:g} has no effect, since optim.freeze_router keeps "
         "the routers fixed; set it to 1, or optim.freeze_router to false",
     )
+    lora = config.model.lora
+    require(
+        lora is None or not (lora.train_router and optim.freeze_router),
+        "model.lora.train_router: has no effect, since optim.freeze_router keeps the routers fixed; set one of them to "
+        "false",
+    )
     if optim.expert_bias_rate:
         require(
             config.rollout.engine.kind == "self",

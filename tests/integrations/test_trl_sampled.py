@@ -121,6 +121,28 @@ def saying(engine, per_token):
     return answer
 
 
+@pytest.mark.parametrize("replay", ["R2", "R3"])
+def test_an_engine_may_take_its_log_probabilities_from_the_trainer(replay, tmp_path):
+    """That pass is made while responses are sampled, and is not the one that the ratio is taken to."""
+    engine = Engine()
+
+    def answer(prompts, trainer):
+        found = engine.answer(prompts, trainer)
+        logprobs = []
+        for a, b in zip(found["prompt_ids"], found["completion_ids"], strict=True):
+            tokens = torch.tensor([a + b])
+            with torch.no_grad():
+                said = trainer._get_per_token_logps_and_entropies(
+                    trainer.model, tokens, torch.ones_like(tokens), len(b)
+                )
+            logprobs.append(said[0][0].tolist())
+        return {**found, "logprobs": logprobs}
+
+    trainer = trained(routing_replay(GRPOTrainer), tmp_path, options={"replay": replay, "rollout_func": answer})
+    assert (trainer._old.choice is trainer._old.routes) == (replay == "R2"), "kept once where they are the same"
+    assert set(logged(trainer, "routing/replayed_fraction").values()) == {1.0}
+
+
 @pytest.mark.parametrize("per_token", [None, [-1.0]])
 def test_r3_goes_on_without_log_probabilities_that_cannot_be_compared(per_token, tmp_path):
     options = {"replay": "R3", "rollout_func": saying(Engine(), per_token)}

@@ -223,6 +223,12 @@ def test_a_part_of_all_is_all(state_of, tmp_path):
             "method.keep_sites: one or more different sites",
         ),
         (with_optim(freeze_router=True, router_lr_multiplier=0.1), "router_lr_multiplier: 0.1 has no effect"),
+        (
+            replace(
+                with_optim(freeze_router=True), model=replace(MICRO.model, lora=LoraConfig(rank=2, train_router=True))
+            ),
+            "model.lora.train_router: has no effect",
+        ),
         (with_optim(expert_bias_rate=0.1, expert_bias_loads="live"), "has an effect only with an expert bias"),
         (with_optim(MICRO_KL, expert_bias_rate=0.1, reference_reset_every=1), "cannot be reset"),
         (

@@ -376,7 +376,7 @@ def test_plain_grpo_asks_nobody_but_the_old_policy(state_of, tmp_path):
     assert state_of(replace(MICRO, method=MethodConfig(replay="R2")), tmp_path / "plain").scorers == ()
     more = replace(MICRO, method=MethodConfig(objective="rspo", replay="R3", kl_coef=0.1))
     asked = [type(scorer).__name__ for scorer in state_of(more, tmp_path / "more").scorers]
-    assert asked == ["EngineRoutes", "RouterScores", "Reference"]
+    assert asked == ["EngineRoutes", "Reference"], "RSPO's scores are read in the pass under the engine's routes"
 
 
 def test_scoring_in_micro_batches_says_what_scoring_at_once_does(state_of, tmp_path, monkeypatch):

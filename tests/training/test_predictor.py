@@ -11,7 +11,7 @@ from micro import MICRO, rows
 
 from moe_rl.policy.tiny import ModelError
 from moe_rl.routing import record_router_logits, replay_routes
-from moe_rl.training import MethodConfig, ProbeConfig, run, validate
+from moe_rl.training import MethodConfig, ProbeConfig, ValueConfig, run, validate
 from moe_rl.training.batch import totals_of
 from moe_rl.training.config import DistributedConfig
 from moe_rl.training.loop import collect_batch, update_on
@@ -54,6 +54,23 @@ def test_responses_are_sampled_under_the_predicted_routes_and_replayed(state_of,
     update_on(state, batch.rows(torch.arange(8)), 1)
     [row] = rows(tmp_path, "update")
     assert row["replayed_rows"] == int(there[:8].sum()) and abs(row["k3"]) < 1e-9 and "predictor_kl" not in row
+
+
+def test_what_updates_compare_with_is_read_under_the_predicted_routes(state_of, tmp_path):
+    """RSPO's router scores and the value head's states: before any weight moves neither has changed."""
+    state = prepared(state_of(with_method(objective="rspo"), tmp_path / "rspo"))
+    update_on(state, collect_batch(state).rows(torch.arange(8)), 1)
+    [row] = rows(tmp_path / "rspo", "update")
+    assert row["route_weight"] == pytest.approx(1.0, abs=1e-6)
+
+    state = prepared(state_of(replace(with_method(objective="ppo"), value=ValueConfig(model="head")), tmp_path / "ppo"))
+    with torch.no_grad():
+        state.critic.model.weight.normal_()
+    batch = collect_batch(state)
+    for routes, equal in ((batch.rollout_routes, True), (batch.routes, False)):
+        with torch.no_grad(), replay_routes(state.policy, routes), state.critic.watch(state.policy) as states:
+            state.policy(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long())
+        assert torch.allclose(state.critic.values(batch, states), batch.values, atol=1e-5) == equal
 
 
 def test_a_step_follows_the_gradient_of_the_divergence(state_of, tmp_path):
