@@ -54,6 +54,7 @@ class Range:
 
 POSITIVE = Range(0, open_low=True)
 NOT_NEGATIVE = Range(0)
+DECAY = Range(1e-4)  # below, e^(decay (1 - r)) does not bound a power of a ratio of e^60
 FRACTION = Range(0, 1)
 COUNT = Range(1, whole=True)
 COUNT_OR_NONE = Range(0, whole=True)
@@ -61,6 +62,7 @@ SEED = Range(0, 2**63 - 1, whole=True)
 
 Positive = Annotated[float, POSITIVE]
 NotNegative = Annotated[float, NOT_NEGATIVE]
+Decay = Annotated[float, DECAY]
 Fraction = Annotated[float, FRACTION]
 BelowOne = Annotated[float, Range(0, 1, open_high=True)]
 Count = Annotated[int, COUNT]

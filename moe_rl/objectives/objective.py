@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from moe_rl.objectives import divergence, other_gates  # noqa: F401  (importing them registers their gates)
 from moe_rl.objectives.advantages import Scale
-from moe_rl.objectives.bounds import FRACTION, NOT_NEGATIVE, POSITIVE, check_settings, unknown
+from moe_rl.objectives.bounds import DECAY, FRACTION, NOT_NEGATIVE, POSITIVE, check_settings, unknown
 from moe_rl.objectives.corrections import Correction
 from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.kl import KLEstimator
@@ -85,9 +85,9 @@ class Objective:
     temperature_pos: Annotated[Number, POSITIVE] = 1.0
     temperature_neg: Annotated[Number, POSITIVE] = 1.05
     power_pos: Annotated[Number, NOT_NEGATIVE] = 2.0
-    decay_pos: Annotated[Number, NOT_NEGATIVE] = 3.0
+    decay_pos: Annotated[Number, DECAY] = 3.0
     power_neg: Annotated[Number, NOT_NEGATIVE] = 3.0
-    decay_neg: Annotated[Number, NOT_NEGATIVE] = 2.0
+    decay_neg: Annotated[Number, DECAY] = 2.0
     anchor: Anchor = "old"
     corrections: tuple[Correction, ...] = ()
     route_weight: RouteWeight = "none"

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from moe_rl.objectives import Correction
 from moe_rl.objectives.advantages import Scale
-from moe_rl.objectives.bounds import BelowOne, Count, Fraction, NotNegative, Positive, Range, Seed, Whole
+from moe_rl.objectives.bounds import BelowOne, Count, Decay, Fraction, NotNegative, Positive, Range, Seed, Whole
 from moe_rl.objectives.kl import KLEstimator
 from moe_rl.objectives.objective import Advantage, Aggregate, Anchor, RouteWeight
 from moe_rl.objectives.ratios import RatioLevel
@@ -47,7 +47,8 @@ class MethodConfig:
     """PR2 only: learning rate of the linear maps that predict, warmed up as the policy's. The paper takes 50 to 10,000
     times the policy's, which there is 1e-6 or 2e-6."""
     keep: Fraction = 1.0
-    """R2 only: the share of the (token, site) rows of each routing site that are replayed; the others route live."""
+    """R2 only: the share of the (token, site) rows of each routing site that are replayed; the others route live. It is
+    the share of all sampled responses, those that make no pair of `dpo` among them."""
     keep_by: Literal["margin", "random"] = "margin"
     """Which rows are kept: `margin`, those that the old policy decided by the least margin s_(k) - s_(k+1) of the
     scores that its router ranks, and that are the first to flip (of a router that first chooses groups of experts, as
@@ -84,11 +85,11 @@ class MethodConfig:
     """Temperature for advantages that are not positive; gate `sigmoid` only."""
     power_pos: NotNegative | None = None
     """Power of the ratio for advantages that are not negative; gate `gamma` only."""
-    decay_pos: NotNegative | None = None
+    decay_pos: Decay | None = None
     """Exponential decay in the ratio for advantages that are not negative; gate `gamma` only."""
     power_neg: NotNegative | None = None
     """Power of the ratio for negative advantages; gate `gamma` only."""
-    decay_neg: NotNegative | None = None
+    decay_neg: Decay | None = None
     """Exponential decay in the ratio for negative advantages; gate `gamma` only."""
     anchor: Anchor | None = None
     """Denominator of the ratio: `old`, the training engine's old policy, or `rollout`, the rollout engine's own

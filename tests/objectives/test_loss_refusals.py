@@ -109,6 +109,17 @@ def test_a_bound_that_the_gate_divides_by_is_not_zero(knobs):
         replace(OBJECTIVES["drpo"], **knobs)
 
 
+def test_a_decay_bounds_the_weight_of_every_ratio():
+    """With a decay of 0 the weight of a large ratio was infinite or NaN, also of a token that a correction drops."""
+    with pytest.raises(ValueError, match=r"Objective\.decay_pos: expected a finite number of at least 0\.0001, got 0"):
+        replace(OBJECTIVES["vespo"], decay_pos=0)
+    least = replace(OBJECTIVES["vespo"], decay_pos=1e-4, decay_neg=1e-4)
+    logps = torch.tensor([[60.0, 100.0]], requires_grad=True)
+    loss = policy_loss(least, logps, torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2)).loss
+    loss.backward()
+    assert loss.isfinite() and logps.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("field", ["clip_low", "kl_coef", "length_constant", "temperature_pos"])
 def test_a_number_that_is_needed_may_not_be_none(field, unannotated):
     with pytest.raises(ValueError, match=f"Objective.{field}: expected a finite number"):
