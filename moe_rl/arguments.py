@@ -78,20 +78,20 @@ def arm_and_seed(given: Given) -> tuple[str | None, int | None]:
 
     @dataclass(frozen=True)
     class Chosen:
-        arm: str | None = None
+        arm: str = ""  # no None: it is how an arm may be called
         """Which arm of the study."""
         seed: int | None = None
         """A whole number from 0 on; by default the study's first."""
 
     options = [option for option in given.options if option != "--help-all"]
     chosen, _ = tyro.cli(Chosen, args=options, prog=f"moe-rl run {given.word}", return_unknown_args=True)
-    if given.path is not None and chosen.arm is None and "--help-all" not in given.options:
+    if given.path is not None and not chosen.arm and "--help-all" not in given.options:
         found = outline(given.path)
         if len(found.arms) > 1:
             taken = any(option.partition("=")[0] == "--arms" for option in options)
             instead = ", not --arms" if taken else ""
             fail(f"run needs --arm{instead}: which arm of {given.word}?\n\n{study_summary(found)}", 2)
-    return chosen.arm, chosen.seed
+    return chosen.arm or None, chosen.seed
 
 
 def parse(options: Any, arguments: list[str], program: str, default: Any = None) -> Any:

@@ -133,6 +133,8 @@ def study_verb(arguments: list[str]) -> None:
         if arm not in study.arms:
             near = "; arms are separated by spaces" if "," in arm else nearest(arm, study.arms)
             fail(f"unknown arm {arm!r} in {given.word}{near}", 2)
+    if options.seeds != study.seeds and all(study.arms[arm].seeds for arm in options.arms):
+        fail(f"--seeds: {'each of these arms names' if len(options.arms) > 1 else 'this arm names'} its own seeds", 2)
     if options.workers < 0:
         fail(f"--workers {options.workers}: expected how many runs at a time, or 0 for one per core", 2)
     chosen = replace(study.with_arms(options.arms).with_base(options.base), seeds=options.seeds)

@@ -226,6 +226,12 @@ def test_run_without_an_arm_says_which_there_are(study, capsys):
     assert not (study / "runs").exists()
 
 
+def test_an_arm_may_be_called_as_nothing_is(study, capsys):
+    """YAML's own word for it is null; a text such as None is a name."""
+    Path("none.yaml").write_text(Path("micro.yaml").read_text().replace("  gspo:", "  None:"))
+    assert "needs --arm" not in refused(capsys, "run", "none.yaml", "--arm", "None", "--seed", "-1")
+
+
 TASK = """
 import pathlib
 from moe_rl.rollout.character_tasks import ModChain
@@ -303,6 +309,7 @@ def test_a_vllm_that_another_machine_lends_serves_one_run_at_a_time(study, monke
         (["study", "micro.yaml", "--seeds", "0,1"], "seeds are separated by spaces, e.g. --seeds 0 1"),
         (["study", "micro.yaml", "--seeds=0,1"], "seeds are separated by spaces, e.g. --seeds 0 1"),
         (["study", "micro.yaml", "--seeds", "0", "0"], "--seeds[1]: seed 0 is given twice"),
+        (["study", "early_signals", "--arms", "int4_engine", "--seeds", "0"], "--seeds: this arm names its own seeds"),
         (["study", "micro.yaml", "--seeds", "-1"], "--seeds[0]: expected a whole number of at least 0"),
         (["study", "QUICK"], "no study of that name comes with moe_rl; did you mean 'quick'"),
         (["study", "micro.yaml", "--output", "micro.yaml"], "micro.yaml: a folder is needed there, and it is a file"),

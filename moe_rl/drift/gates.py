@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moe_rl.measure.weights import temporary
 from moe_rl.routing import find_sites
+from moe_rl.routing.others import ranked_experts
 
 
 def gates_of(model: nn.Module) -> dict[str, Tensor]:
@@ -36,5 +37,7 @@ def _gates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{site.name}.{name}", tensor.detach()
             block = site.parents[0]  # some blocks hold the selection bias themselves, and pass it to the router
             for name, beside in (*block._parameters.items(), *block._buffers.items()):
-                if beside is not None and beside.ndim == 1 and "bias" in name:
+                if beside is None or beside.ndim != 1 or "bias" not in name:
+                    continue
+                if len(beside) == ranked_experts(site.module, site.name):  # JetMoE's is one of the experts' output
                     yield f"{site.name.rpartition('.')[0]}.{name}", beside.detach()

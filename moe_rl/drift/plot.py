@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from moe_rl.routing import RoutedExperts, change_counts, flips_per_token, slot_change
+from moe_rl.routing.counts import in_order_of
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.saving import house_style
 
@@ -42,7 +43,7 @@ def change_heatmap(
         RoutingError: routes of other shapes, sites or tokens.
     """
     change_counts(old, new, mask)  # raises if routes do not fit each other
-    new = new.select(old.sites)
+    new = in_order_of(old, new)
     known = (old.live | new.live).logical_not()
     counted = known if mask is None else known & mask.to(known.device)[..., None]
     changed = (slot_change(old, new) * counted).sum(0).T.cpu().numpy()
@@ -113,7 +114,7 @@ def tokens(
         RoutingError: as `change_heatmap`.
     """
     change_counts(old, new, mask)
-    new = new.select(old.sites)
+    new = in_order_of(old, new)
     ids = old.tokens if old.tokens is not None else new.tokens
     if ids is None:
         raise ValueError("these routes do not know their tokens: record calls that are given input_ids")

@@ -232,8 +232,8 @@ def tokenised(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
 
 
 def _ids(tokenizer: Any, text: str, **options: bool) -> list[int]:
-    """Return the token ids of a text as `token_ids` does, none for an empty text."""
-    return list(token_ids(tokenizer, text, **options)) if text else []
+    """Return the token ids of a text as `token_ids` does, none for an empty text that is a part of a longer one."""
+    return list(token_ids(tokenizer, text, **options)) if text or options.get("add_special_tokens", True) else []
 
 
 def _chat(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
@@ -244,7 +244,7 @@ def _chat(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
     header of its turn. Raises DriftError: the whole does not begin with the first part.
     """
     messages = row["messages"] if "messages" in row else row["prompt"]
-    if not {"messages", "prompt"} <= row.keys():  # with both, `messages` are the whole conversation
+    if not {"messages", "prompt"} <= row.keys() or messages[-1]["role"] != "assistant":  # with both, all is in messages
         answer = row.get("completion", [])
         messages = messages + ([{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer)
     whole = tokenizer.apply_chat_template(messages, tokenize=False)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moe_rl.study.figures.floor import WORDS
+from moe_rl.study.figures.floor import OWN, WORDS
 from moe_rl.study.floors import FLOORS
 from moe_rl.study.words import count
 
@@ -140,7 +140,9 @@ def floor_text(old: str, floor: Mapping[str, Any], reasons: bool = True) -> str:
     for name, largest in floors_of(floor).items():
         changed = ", ".join(f"{percent(largest[level])} of {level}s" for level in LEVELS)
         gap = number(largest["gap_max"])
-        parts.append(f"{WORDS[name]} changes {changed} and moves a log-probability by up to {gap} nats")
+        tried = ", ".join(words for variant, words in OWN.items() if variant in floor["variants"])
+        what = f"own arithmetic ({tried})" if name == "own" else WORDS[name]
+        parts.append(f"{what} changes {changed} and moves a log-probability by up to {gap} nats")
     if not parts:
         return ""
     for variant, why in floor["left_out"].items():

@@ -14,7 +14,7 @@ are 0 or close to 0: log-probabilities agree to some 1e-6 nats and no expert cha
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,12 +50,13 @@ class NoiseFloor:
         bf16: also score with a rounded copy, made once and kept until `close`. A sharded model cannot be copied.
 
     Attributes:
-        left_out: the reason why a variant cannot be run, by variant.
+        left_out: the reason why a variant was not run, by variant.
     """
 
     def __init__(self, bf16: bool = True):
         self.bf16 = bf16
         self.left_out: dict[str, str] = {}
+        self._in_pieces = False  # some text was scored in pieces
         self._rounded: nn.Module | None = None
 
     @torch.no_grad()
@@ -63,7 +64,11 @@ class NoiseFloor:
         """Yield the scoring of each variant, to be compared with `score_live(model, text)`."""
         yield Variant("repeat", "same forward", score_live(model, text))
         size = len(text.input_ids)
+        if size == 1 and not self._in_pieces:
+            self.left_out["batch"] = "one sequence has no other batch shape"
         if size > 1:
+            self._in_pieces = True
+            self.left_out.pop("batch", None)
             step = -(-size // PIECES)
             pieces = [score_live(model, piece) for piece in text.pieces(step)]
             whole = Scored(torch.cat([p.logps for p in pieces]), RoutedExperts.cat([p.routes for p in pieces]))
@@ -71,8 +76,11 @@ class NoiseFloor:
         own = experts_implementation(model)
         other = OTHER_EXPERTS.get(str(own), "eager")
         scored = None
-        with suppress(OtherExpertsError), experts_computed_by(model, other):
-            scored = self._attempt("experts", lambda: score_live(model, text))
+        try:
+            with experts_computed_by(model, other):
+                scored = self._attempt("experts", lambda: score_live(model, text))
+        except OtherExpertsError as error:
+            self.left_out["experts"] = first_line(error)
         if scored:  # yielded outside of the context, so that the caller has the model as it is
             yield Variant("experts", f"{own} and {other}", scored)
         dtype = next(model.parameters()).dtype

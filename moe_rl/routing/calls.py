@@ -36,7 +36,9 @@ def cache_given(inputs: Mapping[str, Any]) -> Any:
 
 @no_type_check
 def cache_left(output: Any) -> Any:
-    """Return the KV cache in a model's output, under either name, or None."""
+    """Return the KV cache in a model's output, under either name or (`return_dict=False`) in a tuple, or None."""
+    if type(output) is tuple:
+        return next((one for one in output if hasattr(one, "get_seq_length")), None)
     name = next((name for name in CACHE_NAMES if hasattr(output, name)), None)
     return None if name is None else getattr(output, name)
 

@@ -5,9 +5,11 @@ each is replaced by a wrapper that remembers which Call each segment belongs to 
 refused.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ class Segments:
             return self.original(function, *args, **kwargs)
 
         def segment(*inner: Any, **named: Any) -> Any:
-            with _resuming(tap, call):
+            with _resuming(tap, call, sys._getframe()):
                 return function(*inner, **named)
 
         return self.original(segment, *args, **kwargs)
@@ -66,20 +68,23 @@ def traced_by_hand(tap: Any) -> bool:
 
 
 @contextmanager
-def _resuming(tap: Any, call: Any) -> Iterator[None]:
-    """Context manager: run a segment of `call`, also again, with hooks even after the context was left."""
+def _resuming(tap: Any, call: Any, frame: FrameType) -> Iterator[None]:
+    """Context manager: run a segment of `call`, also again, with hooks even after the context was left.
+
+    frame: the Python frame of the segment; a checkpoint inside it is one that is not followed."""
     thread = threading.get_ident()
-    before, outer = tap.resumed.get(thread), tap.call
+    before, outer = (tap.resumed.get(thread), tap.segments.get(thread)), tap.call
     hooked = tap.hook()
     tap.resumed[thread] = tap.call = call
+    tap.segments[thread] = frame
     try:
         yield
     finally:
         tap.call = outer
-        if before is None:
-            del tap.resumed[thread]
+        if before[0] is None:
+            del tap.resumed[thread], tap.segments[thread]
         else:
-            tap.resumed[thread] = before
+            tap.resumed[thread], tap.segments[thread] = before
         if hooked:
             tap.unhook()
 

@@ -39,8 +39,9 @@ from moe_rl.routing.sites import Site, boundary_of, find_sites
 
 _Parts = tuple[list[Any], ...]
 _Layout = tuple[_Parts, list[tuple[str, list[int], list[int], bool]], int]
-_Checked = tuple[Any, list[Selector], dict[tuple[bool, int], Selector]]
-# Caches of what is known about live models. None of these caches keeps a model alive.
+_Checked = tuple[Any, Any, list[Selector], dict[tuple[bool, int], Selector]]
+# Caches of what is known about live models. None of these caches keeps a model alive, but for a model that the function
+# holds with which the `forward` of one of its own blocks was replaced.
 _LAYOUTS: "weakref.WeakKeyDictionary[nn.Module, _Layout]" = weakref.WeakKeyDictionary()
 _TAPS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tap]]" = weakref.WeakKeyDictionary()
 _CHECKED: "weakref.WeakKeyDictionary[nn.Module, _Checked]" = weakref.WeakKeyDictionary()
@@ -84,9 +85,9 @@ def _layout_of(model: nn.Module) -> tuple[list[nn.Module], list[Site], PreTraine
     return modules, sites, boundary
 
 
-def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
+def acquire(model: nn.Module, adapters: bool = False) -> tuple[Tap, list[str]]:
     """Return the tap of a model and the names of its sites seen from `model`. The tap is self-checked in the mode that
-    the model is in."""
+    the model is in; with `adapters` also with the adapters in its routers on or off as they are."""
     modules, sites, boundary = _layout_of(model)
     selecting = _selecting(sites)
     known = _TAPS.get(boundary)
@@ -103,15 +104,15 @@ def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
         tap.root, tap.modules = model, modules
     signature = _signature(tap)
     cached = _CHECKED.get(boundary)
-    if cached is None or cached[0] != signature:
-        cached = (signature, [], {})
-    new = any((m.training, i) not in cached[2] for i, site in enumerate(sites) for m in site.modules)
+    if cached is None or cached[0] != signature or (adapters and cached[1] != _adapters(sites)):
+        cached = (signature, None, [], {})
+    new = any((m.training, i) not in cached[3] for i, site in enumerate(sites) for m in site.modules)
     if new:
         tap.refuse_other_thread()  # because the self-check runs the model
-    _, tap.probes, tap.modes = cached
+    *_, tap.probes, tap.modes = cached
     if new:
         examine(tap)
-        _CHECKED[boundary] = (signature, tap.probes, tap.modes)
+        _CHECKED[boundary] = (signature, _adapters(sites), tap.probes, tap.modes)
     return tap, [site.name for site in sites]
 
 
@@ -134,6 +135,14 @@ def _signature(tap: Tap) -> list[Any]:
     kernels = getattr(tap.boundary.config, "_experts_implementation", None)
     own = ((m, m.__dict__) for m in tap.selecting)  # a module's getattr is slow where there is nothing to find
     return [kernels, *((type(m), type(m).forward, its.get("top_k"), its.get("forward")) for m, its in own)]
+
+
+def _adapters(sites: list[Site]) -> list[Any]:
+    """Return which adapters of PEFT in the routers are on, off or merged. Selections are found in any case, the logits
+    are not (`Selector.maps`)."""
+    inside = (vars(part) for site in sites for module in site.modules for part in module.modules())
+    names = ("_disable_adapters", "_active_adapter", "merged_adapters")
+    return [repr([own[name] for name in names]) for own in inside if all(name in own for name in names)]
 
 
 def _refuse_compiled(model: nn.Module, modules: list[nn.Module]) -> None:

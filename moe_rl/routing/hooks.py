@@ -80,6 +80,7 @@ class Tap:
         self._with_router: set[int] = set()  # sites whose routers have hooks
         self._steered = False  # all routers have hooks, not only those that alone show the ids
         self.resumed: dict[int, Call] = {}  # by thread: the Call of the checkpointed segment that the thread runs
+        self.segments: dict[int, Any] = {}  # by thread: Python frame of that segment
         self._checkpointed: list[nn.Module] = []  # the modules that have, or may get, a checkpoint function
         self._followed: list[tuple[nn.Module, str]] = []  # replaced checkpoint functions
 
@@ -136,7 +137,7 @@ class Tap:
         for module in self._checkpointed:
             for name in CHECKPOINT_FUNCTIONS:
                 own = vars(module).get(name)
-                if callable(own) and not isinstance(own, Segments):
+                if callable(own) and not (isinstance(own, Segments) and own.tap is self):
                     setattr(module, name, Segments(self, own))
                     self._followed.append((module, name))
 
@@ -156,7 +157,7 @@ class Tap:
         self._steered = False
         for module, name in self._followed:
             own = vars(module).get(name)
-            if isinstance(own, Segments):
+            if isinstance(own, Segments) and own.tap is self:
                 setattr(module, name, own.original)
         self._followed.clear()
         self.left = []
@@ -173,8 +174,7 @@ class Tap:
         return Routers(tuple(names), fixed, self.probes, model, type(self.boundary).__name__)
 
     def scope(self, index: int, depth: int | None = None) -> tuple[nn.Module, ...]:
-        """Return the modules in which a site selects: the router, or its holder (DBRX) `depth` levels up. The default
-        depth is that which the self-check found."""
+        """Return the modules in which a site selects: the router, or its holder `depth` (default: found) levels up."""
         if depth is None:
             depth = self.probes[index].depth if self.probes else 0
         return self.sites[index].modules if depth == 0 else (self.sites[index].parents[depth - 1],)
@@ -319,8 +319,7 @@ class Tap:
         return self.resumed.get(thread) or (self.call if thread == self.thread else None)
 
     def asking(self, index: int) -> Call | None:
-        """Return the Call under which a router runs; None if the router is left alone. Raises RoutingError in all other
-        cases."""
+        """Return the Call under which a router runs, None if it is left alone. Raises RoutingError in other cases."""
         if not self.listeners and not self.resumed:
             return None
         call = self.now()
@@ -334,7 +333,8 @@ class Tap:
             return call
         inside, checkpointed = stack(None if call is None else call.frame)
         if call is not None and inside:
-            if checkpointed and call.grad and threading.get_ident() not in self.resumed:
+            segment = self.segments.get(threading.get_ident())
+            if checkpointed and call.grad and (segment is None or stack(segment)[1]):
                 raise refusals.checkpointed_by_hand(self.names[index])
             return call
         if not self.listeners or checkpointed:

@@ -326,7 +326,7 @@ def sites_of(model: Described) -> tuple[tuple[str, ...], tuple[int, ...] | None]
         described = _unloaded(described)
     if isinstance(described, nn.Module):
         found = find_sites(described)
-        return tuple(site.name for site in found), tuple(_experts(site.module, site.name) for site in found)
+        return tuple(site.name for site in found), tuple(ranked_experts(site.module, site.name) for site in found)
     names = tuple(canonical_site(name) for name in described)
     if not names:
         raise RoutingError("no sites were named: routes need at least one")
@@ -360,7 +360,7 @@ def out_of_reach(name: str) -> Exception | None:
     return None
 
 
-def _experts(router: nn.Module, name: str) -> int:
+def ranked_experts(router: nn.Module, name: str) -> int:
     """Return how many experts a router ranks."""
     for attribute in _WIDTHS:
         value = getattr(router, attribute, None)

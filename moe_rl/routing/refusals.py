@@ -126,6 +126,13 @@ def ranks_otherwise(site: str, experts: int, k: int, checked: tuple[int, int]) -
     )
 
 
+def other_maps(site: str) -> RoutingError:
+    return RoutingError(
+        f"site {site}: the router has other linear maps than when it was checked, so that its logits are not known: "
+        "were adapters in it switched on or off, or merged? Open the context when they are as they are to be"
+    )
+
+
 def other_rows(site: str, forced: int, scores: Sequence[int]) -> RoutingError:
     return RoutingError(
         f"site {site}: routes for {forced} tokens, but the router sees scores of shape "

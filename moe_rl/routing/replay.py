@@ -62,7 +62,7 @@ class Replay(Listener):
         self._tokens = routes._tokens.to(packed.device) if routes._tokens is not None and check_tokens else None
         # Counts in compiled calls: tokens other than the recorded ones; padding that only the recorded call hid.
         self._others: Any = None if self._tokens is None else torch.zeros(2, dtype=torch.int64, device=packed.device)
-        self._left: Any = None  # the state of the cache that the last call left
+        self._left: list[Any] = []  # the states of the caches that the calls left
         self._changed: bool | Tensor = False
         self._pending = 0  # tokens that calls on one KV cache have forced so far, if more must follow
         self._now: Any = None  # `[sites,B·S,K]` as forced in the call that is under way, and its holes
@@ -76,7 +76,7 @@ class Replay(Listener):
 
     def begin(self, call: Call) -> None:
         self.reached = True
-        if call.follows is not None and call.follows is self._left:
+        if any(state is call.follows for state in self._left):
             self._changed = self._changed | call.changed
             if isinstance(self._changed, bool) or self._changed.device.type == "cpu":
                 self._refuse_changed()
@@ -166,7 +166,8 @@ class Replay(Listener):
         self._rows_kept = self._rows_kept + self._count(call)  # not in place: the count may come from inference mode
         self._all_rows += self._choices * call.rows
         self._beyond += self._choices * call.batch * (stop > length)
-        self._left = call.left
+        self._left = [state for state in self._left if state is not call.follows and not state.holds(None)]
+        self._left += [] if call.left is None else [call.left]
 
     def _count(self, call: Call) -> int | Tensor:
         """Return the number of rows of this call whose experts were those of the routes. A forced row that was not used

@@ -1,8 +1,7 @@
 """Contexts that change or watch the live choice: selection noise, predicted routes, a selection bias, margins, logits.
 
 All but the bias run a router once more, on copies and without gradients, before its real run, and then have the real
-run choose the same experts. Noise and margins are no model of training: noise is a stress test whose strength can be
-set, margins tell how close each choice was. A bias is added where a router ranks its experts.
+run choose the same experts. A bias is added where a router ranks its experts.
 """
 
 import math
@@ -51,6 +50,8 @@ class _Run(NamedTuple):
             self.module.forward(*copies, **self.kwargs)
         if job.chosen is None:
             raise RoutingError(f"site {self.name} ranked no experts in this forward")
+        if isinstance(watch, WithLogits):
+            watch.check(self.name)
         return job.chosen
 
 
@@ -248,9 +249,9 @@ def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | No
     sigma: in units of the router's logits. generator: source of the noise; its device may differ from the model's.
     Under autocast a router may rank scores that bfloat16 rounds, which these contexts do not: near-ties may then be
     decided otherwise, at sigma 0 too.
-    Raises UnsupportedModelError where the logits are not one linear map inside the router; RoutingError for a negative
-    or infinite sigma, and inside another `noisy_routes`, `predicted_routes`, `record_margins` or
-    `record_router_logits`.
+    Raises UnsupportedModelError where no one linear map in the router has the logits (an adapter on it adds a second);
+    RoutingError for a negative or infinite sigma, inside another of `noisy_routes`, `predicted_routes`,
+    `record_margins` and `record_router_logits`, and where adapters in a router were switched since it was opened.
     """
     number = isinstance(sigma, Real) or (isinstance(sigma, Tensor) and sigma.numel() == 1)
     if not number or not 0 <= sigma < math.inf:  # infinite logits have no softmax
@@ -299,8 +300,8 @@ def predicted_routes(model: nn.Module, weights: Float[Tensor, "L E H"]) -> Itera
 @contextmanager
 def record_router_logits(model: nn.Module) -> Iterator[RouterLogits]:
     """Context manager: record the `.inputs` `[B,T,L,H]` and the `.logits` `[B,T,L,E]` of every router, in all calls,
-    detached. Outputs are not changed. Inside a replay the logits are those of the hidden states that follow it. Raises
-    as `record_margins`, and UnsupportedModelError as `noisy_routes`."""
+    detached. Outputs are not changed, unless a router draws (Phi-MoE in train mode), which then draws twice. Inside a
+    replay the logits are those of the hidden states that follow it. Raises as `record_margins` and `noisy_routes`."""
     tap, _ = _with_logits(model)
     reading = RouterLogits(len(tap.sites))
     with tap.listen(reading):
@@ -308,12 +309,11 @@ def record_router_logits(model: nn.Module) -> Iterator[RouterLogits]:
 
 
 def _with_logits(model: nn.Module) -> tuple[Tap, list[str]]:
-    """Return `acquire(model)`. Raises UnsupportedModelError if a router's logits are not made by one linear map, and
-    RoutingError inside another context that runs routers once more."""
-    tap, names = acquire(model)
+    """Return `acquire(model)`. Raises as `noisy_routes` does of routers without logits and inside another context."""
+    tap, names = acquire(model, adapters=True)
     for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
-        if probe.logits < 0 and not site.fixed:
-            raise UnsupportedModelError(f"site {name} ({type(site.module).__name__}): no linear map makes its logits")
+        if not probe.maps and not site.fixed:
+            raise UnsupportedModelError(f"site {name} ({type(site.module).__name__}): no one linear map has its logits")
     _refuse_second(tap)
     return tap, names
 
@@ -384,8 +384,8 @@ def record_margins(model: nn.Module) -> Iterator[Margins]:
     first choose groups of experts (DeepSeek-V3): there it is the margin within the groups that are open, a smaller
     change can open another group, and a warning says so.
 
-    Outputs are not changed. Inside a replay the margin is that of the live choice. Raises as `record_routes`;
-    RoutingError inside the contexts in which `noisy_routes` raises it.
+    Outputs are not changed, unless a router draws (Phi-MoE in train mode), which then draws twice. Inside a replay the
+    margin is that of the live choice. Raises as `record_routes`; RoutingError in contexts where `noisy_routes` does.
     """
     tap, names = acquire(model)
     _refuse_second(tap)

@@ -49,7 +49,8 @@ class Selector:
     output: where in the output tuple the selected ids are, or None where no output holds them unchanged.
     by_max: the selection is a sequence of `max` calls, not a `topk` (Phi-MoE).
     mode: the class of the mode that answers the router, if it is not `Selection` (see `sequential_max`).
-    logits: which of the router's linear maps makes the logits, to which selection noise is added; -1: none.
+    maps: output widths of the router's linear maps up to the one that makes the logits, to which selection noise is
+        added; empty: none does.
     grouped: the router first chooses some groups of experts, and ranks only the experts in these groups.
     """
 
@@ -62,7 +63,7 @@ class Selector:
     output: int | None = None
     by_max: bool = False
     mode: "type[Selection] | None" = None
-    logits: int = -1
+    maps: tuple[int, ...] = ()
     grouped: bool = False
 
 

@@ -23,6 +23,7 @@ from moe_rl.routing.hooks import Tap
 from moe_rl.routing.probing import Seen, alike, around, evidence, forced_forward, forward, quiet, refused, watch
 from moe_rl.routing.selection import Selector
 from moe_rl.routing.sequential_max import MaskedSelection, SequentialMax, WithLogits
+from moe_rl.routing.sites import Site
 
 _BY_MAX = {"PhimoeTopKRouter"}  # routers that select by successive maxima
 _PLAIN = 2, 8  # sequences, and tokens of each, of the forwards that watch and compare
@@ -45,7 +46,7 @@ def examine(tap: Tap) -> None:
         tap.probes = before
         raise
     for index, (old, new) in enumerate(zip(before, probes, strict=False)):
-        if replace(old, calls=0, selection=0, logits=0) != replace(new, calls=0, selection=0, logits=0):
+        if replace(old, calls=0, selection=0, maps=()) != replace(new, calls=0, selection=0, maps=()):
             raise refused(tap, index, f"selects its experts otherwise in train than in eval mode ({old}, {new})")
     for index, (site, probe) in enumerate(zip(tap.sites, probes, strict=True)):
         for module in site.modules:
@@ -100,20 +101,20 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
         place, ids = next((p, v) for p, v in integers.items())
         k = ids.numel() // rows
         experts = int(getattr(site.module, "num_experts", 0)) or int(ids.max()) + 1
-        logits = _last_of(seen.linear, experts)
+        maps = _maps_to_logits(site, seen.linear, experts)
         by_max = not site.fixed
         answer = SequentialMax if by_max else None
-        return Selector(experts, k, seen.maxima, output=place, by_max=by_max, mode=answer, logits=logits)
+        return Selector(experts, k, seen.maxima, output=place, by_max=by_max, mode=answer, maps=maps)
     if not seen.ranked:
         raise refused(tap, index, "selects experts without torch.topk, in a way that is not known")
 
     def selector(call: int, place: int | None = None) -> Selector:
-        experts, k, _, maps = seen.ranked[call]
+        experts, k, _, before = seen.ranked[call]
         mode = MaskedSelection if experts in seen.masked else None
-        logits = _last_of(seen.linear[:maps], experts)
+        maps = _maps_to_logits(site, seen.linear[:before], experts)
         groups, open_groups, *_ = seen.ranked[max(0, call - 1)]
         grouped = open_groups < groups < experts
-        return Selector(experts, k, len(seen.ranked), call, output=place, mode=mode, logits=logits, grouped=grouped)
+        return Selector(experts, k, len(seen.ranked), call, output=place, mode=mode, maps=maps, grouped=grouped)
 
     for place, ids in integers.items():
         for call, (_, k, chosen, _) in reversed(list(enumerate(seen.ranked))):
@@ -131,11 +132,14 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
     return selector(len(seen.ranked) - 1)
 
 
-def _last_of(widths: list[int], experts: int) -> int:
-    """Return which linear map of the router (counted among all of them) makes the logits. It is the last one at least
-    as wide as the number of experts; -1 if there is none."""
+def _maps_to_logits(site: Site, widths: list[int], experts: int) -> tuple[int, ...]:
+    """Return the widths of the router's linear maps up to the one that makes the logits. It is the last one at least as
+    wide as the number of experts; empty if there is none, or if an adapter adds the output of a map of its own."""
+    inside = (part for module in site.modules for part in module.modules())
+    if any(isinstance(getattr(part, "base_layer", None), nn.Linear) for part in inside):
+        return ()
     wide = [i for i, width in enumerate(widths) if width >= experts]
-    return wide[-1] if wide else -1
+    return tuple(widths[: wide[-1] + 1]) if wide else ()
 
 
 def _output_ids(seen: Seen, probe: Selector) -> Tensor:
@@ -212,7 +216,7 @@ def _check_gates(
     for index, (probe, slots) in enumerate(zip(probes, kept, strict=True)):
         if tap.sites[index].fixed or slots is None:
             continue
-        settable = probe.logits >= 0
+        settable = bool(probe.maps)
         live, other = (_gates(run[index], slots) for run in (runs if settable else (seen, seen)))
         for gates in (*_gates(seen[index], slots), *live, *other):
             if not bool(gates.isfinite().all()):

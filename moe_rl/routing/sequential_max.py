@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from moe_rl.routing import refusals
 from moe_rl.routing.partial import is_held
 from moe_rl.routing.selection import FILL, LINEAR, MAX, Selection, Selector
 from moe_rl.routing.traced import no_type_check
@@ -106,13 +107,19 @@ class WithLogits(TorchFunctionMode):
 
     def __init__(self, probe: Selector, become: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.probe, self.become, self.calls = probe, become, 0
+        self.maps, self.become, self.calls, self.known = probe.maps, become, 0, True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in LINEAR and isinstance(out, Tensor) and out.ndim:
+        if func in LINEAR and isinstance(out, Tensor) and out.ndim and self.calls < len(self.maps):
+            self.known = self.known and out.shape[-1] == self.maps[self.calls]
             self.calls += 1
-            if self.calls - 1 == self.probe.logits:
+            if self.calls == len(self.maps) and self.known:
                 place, name = (1, "mat1") if func is torch.addmm else (0, "input")
                 return self.become(args[place] if place < len(args) else kwargs[name], out)
         return out
+
+    def check(self, name: str) -> None:
+        """Raise RoutingError if the site `name`, which has run, has other linear maps than when it was checked."""
+        if self.calls < len(self.maps) or not self.known:
+            raise refusals.other_maps(name)

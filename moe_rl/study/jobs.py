@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.done import NAME
-from moe_rl.files import write_json
+from moe_rl.files import still_written, write_json
 from moe_rl.study.config import ConfigError
 from moe_rl.study.job import run_job
 from moe_rl.study.launchers import NotTakenError
@@ -85,7 +85,7 @@ class Jobs:
 
     A study that is stopped leaves Slurm's jobs alone. The study, when started again, finds the jobs that go on
     (`ARM_seedN.job` beside the log holds a job's number) and watches them. Jobs of submitit's local executor end with
-    the study.
+    the study, unless a signal ended it; while they go on, the study does not start these runs again.
 
     Args:
         cluster: `slurm`; or `submitit-local`, which makes the same jobs as processes of this machine, for trials.
@@ -137,6 +137,8 @@ class Jobs:
             raise ConfigError(f"{run.name}: {error}") from error
 
     def start(self, run: Run, arguments: Sequence[object]) -> None:
+        if self.cluster == "local" and still_written(run.folder):
+            raise ConfigError(f"{run.name}: another process writes to {run.folder}, a job of an earlier start?")
         job = self._going_on(run) or self._submit(run, arguments)
         self.jobs[run.folder] = job
         run.problem, run.note = "", f"job {job.job_id} waits"

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from moe_rl.done import NAME
 from moe_rl.processes import usable_cores
 from moe_rl.rollout.vllm_engine import vllm_url
 from moe_rl.study.config import ConfigError, StudyConfig
@@ -78,7 +79,10 @@ class Processes:
         del self.worker_of[str(run.folder)]
         if status and not worker.alive():
             run.problem = f"the process that started it ended with status {status}: {last_line(worker.log)}"
-        return status == 0
+        done = (run.folder / NAME).exists()
+        if status == 0 and not done:  # code of the user's own that calls sys.exit
+            run.problem = "its process ended with status 0 before the run was done"
+        return done and status == 0
 
     def leave(self) -> None:
         for worker in {*self.workers.values(), *self.worker_of.values()}:

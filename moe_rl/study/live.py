@@ -149,6 +149,7 @@ class LiveStudy:
         else:
             log, alive = self._study / "logs" / f"{run.arm}_seed{run.seed}.log", still_written(run.folder)
             problem = "" if alive else _error_in(log, metrics, run.folder / "env.json")
+            problem = "" if problem.startswith("interrupted") else problem  # Ctrl-C stops a run
             stopped = state in ("running", "starting") and alive is False
             state = "failed" if problem else "stopped" if stopped else state
         steps = at(run.config, "optim", "steps")

@@ -56,9 +56,9 @@ class Lines(Progress):
                 print(f"cold start: step {row['step']}/{row['steps']}, loss {row['loss']:.3f}", flush=True)
         elif row["kind"] == "eval":
             print(f"step {row['step']}/{self.steps}: held-out reward {number(row['reward'])}", flush=True)
-        elif row["kind"] == "rollout" and self.first_step is None:
-            self.begin(row["step"])
         elif row["kind"] == "step":
+            if self.first_step is None:
+                self.first_step, self.began = row["step"], time.monotonic() - (row["seconds"] or 0.0)
             print(f"step {self.step}/{self.steps}: {self.latest()}", flush=True)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from moe_rl.study.cursor import follow
@@ -95,8 +96,8 @@ class Run(Progress):
 
         How far its cold start is, that it waits for the cold start of another run, or why it was not taken.
         """
-        if not self.starting:
-            return self.note if self.state == "waiting" else ""
+        if not self.starting:  # a resumed run's job may wait in a queue
+            return self.note if self.state in ("waiting", "running") else ""
         if self.note:
             return self.note
         said = last_line(self.log)
@@ -162,9 +163,9 @@ def _table(runs: list[Run], workers: int) -> Table:
         table.add_column(column, justify="left" if column in ("arm", "state") else "right")
     for run in runs:
         table.add_row(
-            run.arm,
+            escape(run.arm),
             run.name.removeprefix(f"{run.arm} seed "),  # with its rounding
-            run.beginning() or run.state,
+            escape(run.beginning() or run.state),
             f"{run.step}/{run.steps}",
             number(run.reward),
             percent(run.change),

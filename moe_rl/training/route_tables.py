@@ -135,10 +135,13 @@ def read_route_table(
 
 
 def _numbers(sequences: Iterable[int] | slice | None, B: int) -> list[int]:
-    """Return the numbers of the chosen sequences among B. Raises RoutingError for one that does not exist."""
+    """Return the numbers of the chosen sequences among B. Raises RoutingError for one that is not there, or a mask."""
     if sequences is None or isinstance(sequences, slice):
         return list(range(B)[sequences or slice(None)])
-    wanted = [int(number) for number in sequences]
+    given = list(sequences)
+    if any(str(getattr(one, "dtype", type(one).__name__)).endswith("bool") for one in given):
+        raise RoutingError("sequences: expected the numbers of sequences, got a mask; give its nonzero() places")
+    wanted = [int(number) for number in given]
     if missing := [number for number in wanted if not 0 <= number < B]:
         raise RoutingError(f"no sequence {missing[0]} among the {B} of this file")
     return wanted

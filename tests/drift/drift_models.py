@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from transformers import (
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    JetMoeConfig,
+    JetMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     OlmoeConfig,
@@ -55,6 +57,9 @@ def build(family, tokenizer, **changes):
         return Qwen3MoeForCausalLM(config)
     if family == "olmoe":
         return OlmoeForCausalLM(OlmoeConfig(**common, num_experts=experts))
+    if family == "jetmoe":
+        del common["max_position_embeddings"], common["num_attention_heads"]
+        return JetMoeForCausalLM(JetMoeConfig(**common, num_local_experts=experts, kv_channels=8))
     if family == "granitemoe":
         return GraniteMoeForCausalLM(GraniteMoeConfig(**common, num_local_experts=experts))
     del common["num_experts_per_tok"]

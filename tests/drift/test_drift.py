@@ -175,7 +175,18 @@ def test_a_bf16_copy_that_does_not_fit_is_left_out(tokenizer, monkeypatch):
     floor = Floor(8)
     floor.add(model, text, score_live(model, text))
     assert list(floor.variants) == ["repeat", "experts"], "one sequence has no other batch shape"
-    assert re.search("a bf16 copy takes .* GiB, .* are free", floor.results()["left_out"]["bf16"])
+    left_out = floor.results()["left_out"]
+    assert re.search("a bf16 copy takes .* GiB, .* are free", left_out["bf16"])
+    assert left_out["batch"] == "one sequence has no other batch shape"
+    said = floor_text("old", floor.results())
+    assert "own arithmetic (repeated, other experts implementation) changes" in said and "not measured: batch (" in said
+    two = TokenBatch(*(part.repeat(2, 1) for part in (text.input_ids, mask, text.completion_mask)))
+    floor.add(model, two, score_live(model, two))
+    assert "batch" in floor.results()["variants"] and "batch" not in floor.results()["left_out"]
+    other = build("jetmoe", tokenizer).eval()
+    floor = Floor(1)
+    floor.add(other, text, score_live(other, text))
+    assert "has no experts implementation" in floor.results()["left_out"]["experts"]
 
 
 def test_a_variant_that_fails_on_a_later_batch_is_not_reported(tokenizer, monkeypatch):

@@ -52,6 +52,7 @@ def spelled(tokenizer, ids):
         ({"messages": [{"role": "user", "content": "ab"}]}, "<", "ab"),
         ({"prompt": [{"role": "user", "content": "ab"}], "completion": "cd"}, "<ab>", "cd"),
         ({"messages": [{"role": "user", "content": "ab"}], "completion": "cd"}, "<ab>", "cd"),
+        ({"messages": [{"role": "user", "content": "ab"}], "prompt": "x", "completion": "cd"}, "<ab>", "cd"),
         (
             {
                 "prompt": [{"role": "user", "content": "ab"}],
@@ -68,6 +69,14 @@ def test_every_form_of_a_line_and_what_is_measured_of_it(row, before, measured, 
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps(row))
     assert check_file(path, tokenizer).kinds == {kind_of(row): 1}
+
+
+def test_an_empty_prompt_has_the_token_that_a_tokenizer_begins_every_text_with():
+    def begins(text, add_special_tokens=True):
+        return {"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]}
+
+    assert tokenised({"prompt": "", "completion": "cd"}, begins) == ([1, 99, 100], 1), "as a sampler would encode it"
+    assert question({"prompt": ""}, begins) == ([1], 1)
 
 
 def test_of_a_template_that_leaves_out_past_thoughts_the_answer_alone_is_measured(tokenizer):

@@ -248,6 +248,13 @@ def test_the_verdict_says_how_many_times_the_floor():
     assert swap_sentence({"routers": rates(0.0, 0), "body": rates(0.0, 0)}).endswith("neither moves the selection.")
 
 
+def test_a_bias_of_the_experts_output_is_no_part_of_the_routers(tokenizer):
+    """JetMoE's blocks hold one, as long as the hidden state."""
+    model = build("jetmoe", tokenizer)
+    beside = {name for site in find_sites(model) for name in site.parents[0]._parameters}
+    assert "bias" in beside and not [name for name in gates_of(model) if "bias" in name]
+
+
 # -- inline views --------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +276,11 @@ def test_the_heat_map_is_slots_changed_by_site_and_position_on_any_axes():
     ax = Figure().subplots()
     assert plot.change_heatmap(*by_hand(), ax=ax) is ax
     assert ax.images[0].get_array().tolist() == [[0, 50, 0], [0, 100, 0]]
+    old, new = by_hand()
+    part = RoutedExperts(new.ids, [f"model.{site}" for site in new.sites], 5, tokens=new.tokens)
+    again = plot.change_heatmap(old, part, ax=Figure().subplots())
+    assert again.images[0].get_array().tolist() == [[0, 50, 0], [0, 100, 0]], "named as in the whole model"
+    assert plot.tokens(old, part, Words())._repr_html_() == plot.tokens(old, new, Words())._repr_html_()
     mask = torch.tensor([[True, False, True]])
     drawn = plot.change_heatmap(*by_hand(), ax=Figure().subplots(), mask=mask).images[0].get_array()
     assert np.ma.getmaskarray(drawn).tolist() == [[False, True, False]] * 2

@@ -1,6 +1,7 @@
 """Padding, KV caches and generation modes: what is recorded is what the model did, or it is refused."""
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from moe_rl.routing import (
     record_routes,
     replay_routes,
 )
+from moe_rl.routing.calls import cache_left
 
 
 def test_left_and_right_padding_route_alike_after_realignment() -> None:
@@ -103,6 +105,25 @@ def test_a_quantised_cache_is_followed_and_refused_where_it_was_reordered() -> N
             assert torch.equal(recording.routes.tokens, inputs.int())
     with pytest.raises(RoutingError, match="reordered"):
         _ = recording.routes
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+@pytest.mark.parametrize("between", [False, True])
+def test_a_replay_sees_a_reordered_cache_whatever_ran_in_between(between: bool, as_tuple: bool) -> None:
+    model, inputs = moe().model, tokens(2, 8)
+    inputs[:, 5:] = inputs[:1, 5:]  # equal tokens: only the cache shows the order
+    with torch.no_grad():
+        routes = routes_of(model, inputs)
+        for reordered in (False, True):
+            context = pytest.raises(RoutingError, match="reordered") if reordered else nullcontext()
+            with context, replay_routes(model, routes):
+                output = model(inputs[:, :5], use_cache=True, return_dict=not as_tuple)
+                cache = cache_left(output)
+                if between:
+                    model(inputs[:, :5], past_key_values=DynamicCache(config=model.config))
+                if reordered:
+                    cache.reorder_cache(torch.tensor([1, 0]))
+                model(inputs[:, 5:], past_key_values=cache)
 
 
 def test_generate_follows_replayed_routes() -> None:

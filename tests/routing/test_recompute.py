@@ -108,6 +108,25 @@ def test_torch_checkpoint_wrapper_is_followed() -> None:
     assert_same(wanted, {n.replace("_checkpoint_wrapped_module.", ""): g for n, g in grads(model).items()})
 
 
+@pytest.mark.parametrize("outer", [True, False])
+def test_checkpointing_by_hand_inside_a_layer_that_is_checkpointed_is_refused(outer: bool) -> None:
+    """The recomputation inside would choose live: with other routes the gradient was that of other experts."""
+    model, inputs = moe(), tokens()
+    old = routes_of(model, inputs)
+    model = disturbed(model).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": outer})
+    model.enable_input_require_grads()
+    with replay_routes(model, old):
+        model(inputs, use_cache=False).logits.square().mean().backward()
+    block = model.model.layers[0].mlp
+    forward = block.forward
+    for reentrant in (True, False):
+        block.forward = lambda x, how=reentrant: checkpoint(forward, x, use_reentrant=how)
+        with replay_routes(model, old), pytest.raises(RoutingError, match=r"layers\.0.*by hand"):
+            model(inputs, use_cache=False)
+    assert not hooked(model)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_by_hand_is_refused(reentrant: bool) -> None:
     model, inputs = moe(), tokens()

@@ -3,10 +3,15 @@
 import pytest
 import torch
 from routing_helpers import disturbed, hooked, moe, routes_of, tokens
+from torch.nn.utils.parametrize import register_parametrization
 
 from moe_rl.routing import (
+    RoutedExperts,
+    RoutingError,
     UnsupportedModelError,
     find_sites,
+    noisy_routes,
+    record_router_logits,
     record_routes,
     replay_routes,
     router_parameters,
@@ -44,6 +49,51 @@ def test_routes_pass_between_experts_implementations() -> None:
         assert recording.routes.equal(routes)
     torch.testing.assert_close(logits["eager"], logits["grouped_mm"])
     torch.testing.assert_close(logits["eager"], logits["batched_mm"])
+
+
+def test_an_adapter_on_a_linear_map_in_the_router_leaves_no_logits() -> None:
+    """Its output is added to the logits: noise on one of the two would be scaled, or be none."""
+    peft = pytest.importorskip("peft")
+    inputs, model = tokens(), moe("JetMoeForCausalLM")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["layer"]))
+    with replay_routes(wrapped, routes_of(wrapped, inputs)):
+        wrapped(input_ids=inputs)
+    for context in (noisy_routes(wrapped, 0.1), record_router_logits(wrapped)):
+        with pytest.raises(UnsupportedModelError, match="no one linear map has its logits"), context:
+            pass
+
+
+def test_noise_acts_alike_with_adapters_in_the_router_on_and_off() -> None:
+    peft = pytest.importorskip("peft")
+    inputs, model = tokens(), moe()
+
+    def noisy(part: torch.nn.Module) -> RoutedExperts:
+        with noisy_routes(part, 1.0, torch.Generator().manual_seed(0)), record_routes(part) as recording:
+            part(input_ids=inputs)
+        return recording.routes
+
+    expected = noisy(model)
+    config = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.gate.weight"])  # begins as the identity
+    wrapped = peft.get_peft_model(model, config)
+    assert not expected.equal(routes_of(wrapped, inputs))
+    assert noisy(wrapped).equal(expected)
+    with wrapped.disable_adapter():
+        assert noisy(wrapped).equal(expected), "checked anew"
+    assert noisy(wrapped).equal(expected)
+
+
+def test_noise_is_refused_where_the_router_computes_otherwise_than_when_it_was_checked() -> None:
+    class Product(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight @ torch.eye(weight.shape[1])
+
+    model, inputs = moe(), tokens()
+    router = find_sites(model)[0].module
+    with noisy_routes(model, 1.0):
+        model(inputs)
+        register_parametrization(router, "weight", Product())
+        with pytest.raises(RoutingError, match="other linear maps than when it was checked"):
+            model(inputs)
 
 
 @pytest.mark.parametrize("adapted", ["attention", "router parameter", "router copy"])

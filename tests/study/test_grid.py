@@ -143,7 +143,13 @@ def test_a_damaged_run_is_named_and_the_others_run(tmp_path, monkeypatch, capsys
     (folder / "metrics.jsonl").write_text("")
     monkeypatch.setattr(Worker, "__init__", lambda self, rounding, log: None)
     monkeypatch.setattr(Worker, "alive", lambda self: True)
-    monkeypatch.setattr(Worker, "begin", lambda self, arguments, log: begun.append(arguments[3]))
+
+    def begin(self, arguments, log):
+        begun.append(arguments[3])
+        (tmp_path / "out" / arguments[3] / "seed0").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / arguments[3] / "seed0" / "DONE").touch()
+
+    monkeypatch.setattr(Worker, "begin", begin)
     monkeypatch.setattr(Worker, "ended", lambda self, log: 0)
     monkeypatch.setattr(Worker, "stop", lambda self: None)
     with pytest.raises(StudyFailed, match=r"1 of 2 runs did not finish:\n  gspo seed 0: .*metrics\.jsonl is not what"):

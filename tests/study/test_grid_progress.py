@@ -3,9 +3,10 @@
 import os
 
 import pytest
+from rich.console import Console
 
 from moe_rl.runlog import RunLog
-from moe_rl.study.progress import clock, number, percent
+from moe_rl.study.progress import Lines, clock, number, percent
 from moe_rl.study.runs import Run, _table, totals
 from moe_rl.training import OptimConfig, RolloutConfig, RunConfig
 
@@ -80,6 +81,29 @@ def test_the_pace_of_a_run_that_goes_on_is_that_of_its_new_steps(tmp_path, monke
     write(log, 2, seconds=0.25)
     study.read()
     assert study.left() == 10.0 * (STEPS - 3)
+
+
+def test_a_run_counts_the_sampling_of_its_first_step(monkeypatch, capsys):
+    """The rollout's row comes after it: two seconds a step, and nine steps are left."""
+    now = [0.0]
+    monkeypatch.setattr("moe_rl.study.progress.time.monotonic", lambda: now[0])
+    lines = Lines(steps=10)
+    for step in range(2):
+        now[0] += 1.8
+        lines({"kind": "rollout", "step": step, "reward": 0.5})
+        now[0] += 0.2
+        lines({"kind": "step", "step": step, "seconds": 2.0})
+    assert [line.split(", ")[-1] for line in capsys.readouterr().out.splitlines()] == ["0:18 left", "0:16 left"]
+
+
+def test_names_and_notes_are_shown_as_they_are(tmp_path):
+    """Also those that rich would read as markup; and a resumed run whose job waits says so."""
+    run = reader(tmp_path, arm="a[red]b")
+    run.state, run.reward, run.note = "running", 0.4, "job 17: x [/tmp/y]"
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(_table([run], 1))
+    assert "a[red]b" in shown.get() and "job 17: x [/tmp/y]" in shown.get()
 
 
 def test_a_file_that_is_gone_and_a_line_that_is_not_whole_yet(tmp_path):

@@ -86,7 +86,8 @@ def test_of_a_worker_that_is_killed_no_run_goes_on_and_each_says_why(light, tmp_
     assert all(run.reason().startswith("the process that started it ended with status -9") for run in runs)
     again = Run("a", 2, tmp_path / "2", tmp_path / "a_seed2.log", RunConfig(), "native")
     processes.start(again, ["--version"])
-    assert processes.workers["native"] is not worker and until(lambda: processes.ended(again)) is True
+    assert processes.workers["native"] is not worker and until(lambda: processes.ended(again)) is False
+    assert again.problem == "its process ended with status 0 before the run was done"
     processes.leave()
     assert not any(alive(int(child)) for child in children)
 

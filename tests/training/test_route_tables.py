@@ -73,6 +73,9 @@ def test_some_sequences_and_sites_are_read_from_their_row_groups(tmp_path, monke
         for number in (7, -1):
             with pytest.raises(RoutingError, match=f"no sequence {number} among the 7"):
                 read_route_table(path, [0, number])
+        for mask in ([True, False], np.array([True, False]), torch.tensor([True, False])):
+            with pytest.raises(RoutingError, match="expected the numbers of sequences, got a mask"):
+                read_route_table(path, mask)
         with pytest.raises(RoutingError, match=r"old.parquet|new.parquet"):
             read_route_table(path, None, ["d.gate"])
 

@@ -15,10 +15,9 @@ FLOOR_LINES: dict[str, dict[str, Any]] = {
 }
 """Styles of the noise floor's two lines."""
 
-WORDS = {
-    "own": "own arithmetic (repeated, other batch shapes, other experts implementation)",
-    "bf16": "a bf16 copy",
-}
+OWN = {"repeat": "repeated", "batch": "other batch shapes", "experts": "other experts implementation"}
+"""Variant of own arithmetic -> words."""
+WORDS = {"own": f"own arithmetic ({', '.join(OWN.values())})", "bf16": "a bf16 copy"}
 WHEN = "equal weights and tokens before the first update"
 
 

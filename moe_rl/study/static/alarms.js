@@ -35,9 +35,11 @@
   moeRL.alarmMarks = (table, [kind, metric], runs) => {
     const marks = new Map();
     for (const alarm of table.filter(({ of }) => of[0] === kind && of[1] === metric)) {
+      const crossed = new Map();
       for (const run of runs) for (const [step] of run.alarms?.crossed[alarm.name] || []) {
-        marks.set(step, [...(marks.get(step) || [`${alarm.rule}, step ${step}`]), run.title]);
+        crossed.set(step, [...(crossed.get(step) || [`${alarm.rule}, step ${step}`]), run.title]);
       }
+      for (const [step, titles] of crossed) marks.set(step, [...(marks.get(step) || []), ...titles]); // of each alarm a block
     }
     return [...marks].map(([step, titles]) => ({ step, title: titles.join("\n") }));
   };

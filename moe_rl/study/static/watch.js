@@ -58,12 +58,14 @@
       const due = study.runs.filter(({ run, bytes, state }) => bytes !== runs.get(run).bytes || state !== runs.get(run).state); // tokens may come last
       due.sort((a, b) => (b.run === view.run) - (a.run === view.run)); // the chosen run first
       let shown = Date.now();
+      let failed = null;
       await Promise.all([0, 1, 2].map(async () => {
         while (due.length) {
-          await read(due.shift());
+          await read(due.shift()).catch((error) => { failed ??= error; }); // the other runs are read all the same
           if (Date.now() - shown > 1000) { draw(); shown = Date.now(); } // long files: show what has come so far
         }
       }));
+      if (failed) throw failed;
       lost = false;
       problem = "";
     } catch (error) {
@@ -340,7 +342,7 @@
   let written = "";
   function remember() {
     const parts = { study: view.study, run: view.run, step: view.step, metrics: view.metrics.join(",") || null,
-      smooth: view.smoothing > 1 ? view.smoothing : null, steps: view.range ? view.range.join("-") : null, condition: view.condition || null, hide: [...view.hidden].join(",") || null };
+      smooth: view.smoothing > 1 ? view.smoothing : null, steps: view.range ? view.range.join("-") : null, condition: view.condition || null, hide: [...view.hidden].map(encodeURIComponent).join(",") || null };
     const { step, update, seq, token, colour } = tokenChoice;
     Object.assign(parts, { tokens: step, update, response: seq, token, colour: colour === "changed" ? null : colour });
     const query = new URLSearchParams(Object.entries(parts).filter(([, v]) => v !== null && v !== undefined && v !== ""));
@@ -362,7 +364,7 @@
     if (others && Object.keys(catalogue).length) chooseMetrics(metrics);
     view.step = whole("step");
     view.condition = whole("condition") ?? 0;
-    view.hidden = new Set((given.get("hide") || "").split(",").filter(Boolean));
+    view.hidden = new Set((given.get("hide") || "").split(",").filter(Boolean).map(decodeURIComponent));
     tokenChoice = { step: whole("tokens") ?? whole("step"), update: whole("update"), seq: whole("response"), token: whole("token"), colour: given.get("colour") || "changed" };
     Object.assign(tokens.state, tokenChoice);
     shownTokens = drawn = "";
