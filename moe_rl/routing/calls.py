@@ -39,8 +39,7 @@ def cache_left(output: Any) -> Any:
     """Return the KV cache in a model's output, under either name or (`return_dict=False`) in a tuple, or None."""
     if type(output) is tuple:
         return next((one for one in output if hasattr(one, "get_seq_length")), None)
-    name = next((name for name in CACHE_NAMES if hasattr(output, name)), None)
-    return None if name is None else getattr(output, name)
+    return next((getattr(output, name) for name in CACHE_NAMES if hasattr(output, name)), None)
 
 
 @no_type_check
@@ -77,8 +76,7 @@ class Call:
         self.changed: bool | Tensor = False  # whether the cache was changed since the call before
 
     def goes_on(self, left: list[CacheState]) -> None:
-        """Find the state of this call's KV cache among `left`, and set `follows` and `changed` from it. `past` is set,
-        too, if the cache does not count its tokens."""
+        """Set `follows` and `changed` by this call's KV cache among `left`; `past`, too, if that counts no tokens."""
         before = None if self.cache is None else next((one for one in left if one.holds(self.cache)), None)
         if self.past < 0:  # a cache that does not count its tokens
             self.past = 0 if before is None else before.length
@@ -104,8 +102,7 @@ class Call:
         return own
 
     def close(self, names: list[str]) -> None:
-        """Close the call at the end of its forward. Raises RoutingError if a site chose no experts: the result would be
-        partial."""
+        """Close the call after its forward. Raises RoutingError if a site chose no experts: the result is partial."""
         self.open = False
         self.frame = None
         silent = [name for name, ids in zip(names, self.chosen, strict=True) if ids is None]
