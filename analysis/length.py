@@ -62,6 +62,20 @@ STUDIES = {
         title="What old tokens cost GRPO, and GSPO gives back, by the length of responses.",
         caption="Costs were declared as slopes over the lengths, not at one length: they are open.",
     ),
+    "noise_length": Lengths(
+        unit="equations",
+        tokens={2: 13, 4: 25, 8: 49},
+        differences={
+            "replay − GRPO": ("replay", "grpo"),  # replay does not see the noise
+            "dual clip − GRPO": ("dual", "grpo"),
+            "GSPO − GRPO": ("gspo", "grpo"),
+            "GSPO − replay": ("gspo", "replay"),
+            "GSPO − dual clip": ("gspo", "dual"),
+        },
+        by_length=("GSPO − GRPO", "GSPO − replay", "GSPO − dual clip"),
+        title="Differences under selection noise by the length of responses.",
+        caption="Those without GSPO were declared as slopes over the lengths, not at one length: they are open.",
+    ),
 }
 
 
