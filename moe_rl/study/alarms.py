@@ -260,6 +260,11 @@ class RunAlarms:
         return {name: signal.evaluated().seen for name, signal in self._signals.items()}
 
     @property
+    def steps(self) -> dict[str, list[int]]:
+        """The steps at which each alarm's metric had a value, by alarm."""
+        return {name: list(signal.evaluated().steps) for name, signal in self._signals.items()}
+
+    @property
     def nulls(self) -> dict[str, list[int]]:
         """Steps at which an alarm's metric was null (not finite, or not available), by alarm; without empty lists."""
         return {name: list(steps) for name, signal in self._signals.items() if (steps := signal.evaluated().nulls)}
@@ -305,7 +310,7 @@ class RunAlarms:
 
 
 class _Signal:
-    """The values of one alarm in a run's rows: number `seen`, steps of `nulls`, and crossings.
+    """The values of one alarm in a run's rows: number `seen`, their `steps`, steps of `nulls`, and crossings.
 
     `crossed` maps a step to the first value that crossed there. A value is evaluated once; all values are evaluated
     again if a row came late, or in place of another row.
@@ -320,6 +325,7 @@ class _Signal:
 
     def _begin(self) -> None:
         self.seen, self.nulls, self.crossed = 0, dict[int, None](), dict[int, float]()
+        self.steps = dict[int, None]()
         self._spikes, self._latest = Spikes(self.alarm.threshold), deque[float](maxlen=self.alarm.window)
 
     def take(self, key: tuple[Any, ...], row: Mapping[str, Any]) -> None:
@@ -347,6 +353,7 @@ class _Signal:
             self.nulls[step] = None
             return
         self.seen += 1
+        self.steps[step] = None
         self._latest.append(value)
         mean = sum(self._latest) / self.alarm.window
         if self.alarm.spike and mean < math.inf:

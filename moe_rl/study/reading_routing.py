@@ -91,8 +91,11 @@ def _decomposition(data: StudyData) -> Iterator[Statement]:
         ]
         token, sequence = own["token_var_routing"], own["sequence_var_routing"]
         text = f"{full_label(data, str(arm))}: "
-        if not sequence.mean() > 0:
+        if not token.mean() > 0:
             found.append(f"{text}no route changed")
+            continue
+        if not sequence.mean() > 0:  # one response, or contributions that cancel
+            found.append(f"{text}the variance over sequences is not known, or 0")
             continue
         typical = (token / sequence.where(sequence > 0)).median()
         found.append(

@@ -102,6 +102,10 @@ def test_flips_and_positions_carry_their_floor(measured):
     lines = {line.get_label(): line for line in figure.figure.axes[0].lines}
     assert lines["equal weights: bf16 copy"].get_ydata() == pytest.approx([800 / 760, 1400 / 760])
     assert lines["equal weights: own arithmetic"].get_ydata() == pytest.approx([1.25, 2.5])
+    assert figure.figure.axes[0].get_ylim()[1] > 1400 / 760
+    still = replace(measured)
+    still.__dict__["tokens"] = measured.tokens.assign(flips=0)
+    assert change_by_position(still).figure.axes[0].get_ylim()[1] > 2.5, "a floor above what changed is drawn, too"
 
 
 def test_a_dose_and_a_variance_have_their_floor_where_the_axis_shows_it(measured, monkeypatch):

@@ -286,3 +286,11 @@ def test_what_is_not_drawn_of_many_arms_is_not_said(crowd, data):
     bands, rows = FIGURES["log_ratio_bands"](data), FIGURES["log_ratio_bands"](crowd)
     assert "Median over seeds; log axis" in bands.caption and "log axis" not in rows.caption
     assert "mean over the stored steps of a seed, then over seeds" in rows.caption
+
+
+def test_axes_that_share_a_scale_are_logarithmic_if_any_of_them_has_a_value_above_0():
+    first, second = Figure().subplots(1, 2, sharey=True)
+    first.plot([0, 1], [0, 0])
+    second.plot([0, 1], [1e-6, 1e-2])
+    log_y(first)
+    assert first.get_yscale() == second.get_yscale() == "log"

@@ -264,6 +264,9 @@ def test_shares_of_the_decomposition_hold_half_of_the_covariance(split):
     still = split.decompositions.assign(**{f"{lv}_var_routing": 0.0 for lv in ("token", "sequence")})
     words = [s.text for s in reading.read(replace(split, decompositions=still)) if "log-ratio comes" in s.topic]
     assert "GSPO: no route changed" in words[0] and "nan" not in words[0]
+    one = split.decompositions.assign(sequence_var_routing=float("nan"))  # of one response
+    words = [s.text for s in reading.read(replace(split, decompositions=one)) if "log-ratio comes" in s.topic]
+    assert "GSPO: the variance over sequences is not known, or 0" in words[0] and "no route" not in words[0]
     probes = result_tables(split)["decomposed_probes"]
     assert len(probes) == len(split.decompositions) and (probes["token_var_routing"] == 3.0).all()
 

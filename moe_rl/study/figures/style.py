@@ -204,8 +204,9 @@ def _warn_of_lacking_letters(label: str) -> None:
 
 def log_y(ax: Axes, low: float | int | None = None, high: float | int | None = None) -> None:
     """Make the y axis logarithmic, from `low` to `high` (None: as the data have it), with plain numbers (0.2, 0.5) if
-    the range is short and powers of ten if it is long. The axis stays linear if no value is positive."""
-    positive = np.isfinite(ax.dataLim.minposy)
+    the range is short and powers of ten if it is long. The axis stays linear if no value is positive, on none of the
+    axes that share it."""
+    positive = any(np.isfinite(one.dataLim.minposy) for one in ax.get_shared_y_axes().get_siblings(ax))
     if positive:
         ax.set_yscale("log")
     if (low, high) != (None, None):  # before the ticks, which depend on the range

@@ -20,8 +20,8 @@ from moe_rl.study.figures.style import INK, PAGE, NothingToDraw, bare, label_bar
 @figure(
     title="Alarms.",
     caption=(
-        "Share of an arm's runs in which a monitored signal was beyond its threshold at a step, of those that came so "
-        "far and recorded it (grey: none); a cross is a step at which the reward of a run collapsed. The thresholds "
+        "Share of an arm's runs in which a monitored signal was beyond its threshold at a step, of those that recorded "
+        "it at this step (grey: none); a cross is a step at which the reward of a run collapsed. The thresholds "
         "are rules of thumb from the sources that the report's table names, mostly for large models; none was "
         "calibrated against collapses."
     ),
@@ -74,13 +74,18 @@ def _maps(
     last = pd.concat(tables).groupby(["arm", "seed"], as_index=False)["step"].max()
     for ax, alarm in zip(axes, shown, strict=True):
         beyond, there = np.zeros((2, len(arms), 1 + int(last["step"].max())))
+        if alarm:
+            recorded = [(arm, step) for (arm, _), run in runs.items() for step in run.steps[alarm.name]]
+        else:  # collapses alone: all steps of the rewards
+            ends = zip(last["arm"], last["step"], strict=True)
+            recorded = [(arm, step) for arm, end in ends for step in range(end + 1)]
         own = frame[frame["alarm"] == alarm.name] if alarm else frame
         for arm, step in zip(own["arm"], own["step"], strict=True):  # at most one row per run and step
             if arm in arms:
                 beyond[arms.index(arm), step] += 1
-        for arm, seed, step in zip(last["arm"], last["seed"], last["step"], strict=True):
-            if arm in arms and (alarm is None or runs[arm, seed].seen[alarm.name]):
-                there[arms.index(arm), : step + 1] += 1
+        for arm, step in recorded:
+            if arm in arms and step < there.shape[1]:
+                there[arms.index(arm), step] += 1
         share = np.divide(beyond, there, out=np.full_like(there, np.nan), where=there > 0)
         ax.set_facecolor(rcParams["grid.color"])
         mesh = ax.imshow(share, aspect="auto", interpolation="nearest", cmap="Oranges", vmin=0, vmax=1)

@@ -46,6 +46,8 @@ def change_by_position(data: StudyData) -> Drawing:
         data, tables, "sites changed\nat the token, %", xlabel, scale=100, thin=False, ylim=(0, None), above=0.2
     )
     for ax in drawn.axes:
+        if len(floor):  # also one that is above what changed
+            ax.set_ylim(top=max(ax.get_ylim()[1], 105 * float(floor.max(axis=None))))
         draw_along(ax, 100 * floor)
     drawn.legend()
     parts = [

@@ -37,8 +37,9 @@ FEWEST = 3
     title="Depth and width.",
     caption=(
         "Upper: share of slots, sites and tokens that changed after the last update of a step; lower: variance of the "
-        "token log-ratio that replay of the old routes removes (natural - replayed), nats²; log axes, where 0 has no "
-        f"place. Only steps whose batch has a mean reward from {EQUAL_REWARD[0]} to {EQUAL_REWARD[1]}, the same for "
+        "token log-ratio that replay of the old routes removes (natural - replayed), nats²; log axes, where 0 and "
+        "values below it have no place: they are in neither means nor fits. "
+        f"Only steps whose batch has a mean reward from {EQUAL_REWARD[0]} to {EQUAL_REWARD[1]}, the same for "
         "all sizes. Lines: power laws, fitted on logarithms by seed; exponents with their interval over seeds. What is "
         "not on the axis is held at the value that most arms have. Large: geometric mean over seeds; small: seeds."
     ),

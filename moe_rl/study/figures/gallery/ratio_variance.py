@@ -18,8 +18,9 @@ from moe_rl.study.summary import in_run_variance
     caption=(
         "Variance over the training minibatches of a step, mean of the updates from the second on (of the only one, in "
         "an arm that makes one), under the arm's own routing (noise and replay included). Filled: tokens; open: "
-        "length-normalised sequences. The arms follow different trajectories: what replay removes on the same weights "
-        "is in the figure of factors."
+        "length-normalised sequences. A variance of 0 has no place on the axis: such steps, and arms of such only, are "
+        "left out. The arms follow different trajectories: what replay removes on the same weights is in the figure of "
+        "factors."
     ),
     needs={"updates": ["var_token_log_ratio", "var_sequence_log_ratio"]},
     rank=110,
