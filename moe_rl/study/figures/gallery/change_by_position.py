@@ -1,5 +1,6 @@
 """Share of routing sites that change, by the position of the token in its response."""
 
+import numpy as np
 import pandas as pd
 
 from moe_rl.study.data import StudyData
@@ -47,7 +48,7 @@ def change_by_position(data: StudyData) -> Drawing:
     )
     for ax in drawn.axes:
         if len(floor):  # also one that is above what changed
-            ax.set_ylim(top=max(ax.get_ylim()[1], 105 * float(floor.max(axis=None))))
+            ax.set_ylim(top=max(ax.get_ylim()[1], 105 * float(np.nanmax(floor.to_numpy()))))
         draw_along(ax, 100 * floor)
     drawn.legend()
     parts = [
