@@ -226,8 +226,7 @@ def test_run_without_an_arm_says_which_there_are(study, capsys):
     assert not (study / "runs").exists()
 
 
-def test_an_arm_may_be_called_as_nothing_is(study, capsys):
-    """YAML's own word for it is null; a text such as None is a name."""
+def test_an_arm_may_be_called_None(study, capsys):
     Path("none.yaml").write_text(Path("micro.yaml").read_text().replace("  gspo:", "  None:"))
     assert "needs --arm" not in refused(capsys, "run", "none.yaml", "--arm", "None", "--seed", "-1")
 

@@ -72,6 +72,8 @@ class ReasoningGym(VerifiableTask):
         answer = completion.strip() if given is None else given
         try:
             return float(self._questions.score_answer(answer=answer, entry=self._questions[problem.index]))
+        except ImportError as error:  # of every completion
+            raise TaskError(f"reasoning_gym: the scorer of {self.dataset} needs a package: {error}") from error
         except Exception:  # some scorers fail on malformed answers
             return 0.0
 

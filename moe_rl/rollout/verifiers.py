@@ -106,21 +106,31 @@ class MathVerify:
         self.process: Any = None
         self.read: str | None = None
         """The answer that the process has read and compares completions with."""
+        self._died = False  # the process ended by itself at the last question
         self._end: Callable[[], Any] = lambda: None
 
     def __call__(self, answer: str, completion: str) -> bool:
+        said = self._compare(answer, completion)
+        if self._died:  # perhaps not of this question (out of memory, killed by another process): asked once more
+            said = self._compare(answer, completion)
+        if self.read is None and said != "equal":
+            raise TaskError(
+                f"math-verify cannot read the answer {answer!r}{said}; is it mathematics? See task.options.verifier"
+            )
+        return said == "equal"
+
+    def _compare(self, answer: str, completion: str) -> str:
+        """Return what the process says of a completion; or, with `read` None, the time after which it had not read the
+        answer, empty if it read none."""
         if self.process is None or self.process.poll() is not None:  # ended between two questions, out of memory
             self._start()
         if answer != self.read:  # the completions of a group share an answer, which is sent once
             self.read = None
             said = self._ask("answer", answer)
             if said != "read":
-                late = "" if said else f" in {self.SECONDS:g} seconds"
-                raise TaskError(
-                    f"math-verify cannot read the answer {answer!r}{late}; is it mathematics? See task.options.verifier"
-                )
+                return "" if said else f" in {self.SECONDS:g} seconds"
             self.read = answer
-        return self._ask("completion", completion) == "equal"
+        return self._ask("completion", completion)
 
     def _start(self) -> None:
         self._end()  # cleans up after a process that died by itself
@@ -140,7 +150,7 @@ class MathVerify:
     def _ask(self, *question: str) -> str:
         """Return the process's answer to a question or, without one, its first line after the start. Empty if nothing
         came in time; the process is then ended, because a late answer would be taken for that to the next question."""
-        said = ""
+        said, self._died = "", False
         try:
             if question:
                 self.process.stdin.write(json.dumps(question) + "\n")
@@ -149,6 +159,9 @@ class MathVerify:
                 selector.register(self.process.stdout, selectors.EVENT_READ)
                 came = selector.select(self.SECONDS if question else None)
                 said = self.process.stdout.readline().strip() if came else ""
+                self._died = bool(came) and not said
+        except BrokenPipeError:
+            self._died = True
         finally:
             if not said:  # the process took too long or ran out of memory, or this one was interrupted
                 self.process = None

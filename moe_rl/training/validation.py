@@ -249,17 +249,13 @@ def _levers(config: RunConfig, method: Method) -> None:
         f"optim.expert_bias_loads: {optim.expert_bias_loads!r} has an effect only with an expert bias under replay; "
         "set optim.expert_bias_rate above 0 and method.replay to R2 or R3, or leave it at used",
     )
+    fixed = "has no effect, since optim.freeze_router keeps the routers fixed; set one of the two to its default"
     require(
         optim.router_lr_multiplier == 1 or not optim.freeze_router,
-        f"optim.router_lr_multiplier: {optim.router_lr_multiplier:g} has no effect, since optim.freeze_router keeps "
-        "the routers fixed; set it to 1, or optim.freeze_router to false",
+        f"optim.router_lr_multiplier: {optim.router_lr_multiplier:g} {fixed}",
     )
-    lora = config.model.lora
-    require(
-        lora is None or not (lora.train_router and optim.freeze_router),
-        "model.lora.train_router: has no effect, since optim.freeze_router keeps the routers fixed; set one of them to "
-        "false",
-    )
+    trains = config.model.lora and config.model.lora.train_router
+    require(not (optim.freeze_router and trains), f"model.lora.train_router: {fixed}")
     if optim.expert_bias_rate:
         require(
             config.rollout.engine.kind == "self",

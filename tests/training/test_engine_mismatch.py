@@ -99,13 +99,6 @@ def test_r2_leaves_the_first_update_unaltered_and_r3_alters_it(state_of, tmp_pat
     assert r3["var_token_log_ratio"] < 1e-12 and r3["clipped_tokens"] == 0
 
 
-def test_routers_have_not_moved_before_the_first_update_of_r3(state_of, tmp_path):
-    """RSPO compares the router's scores under the engine's routes with those of scoring: gamma is 1."""
-    finished(state_of, tmp_path, changed(method={"objective": "rspo", "replay": "R3"}))
-    first = rows(tmp_path, "update")[0]
-    assert first["slots_changed"] > 0 and first["route_weight"] == pytest.approx(1.0, abs=1e-6)
-
-
 def test_r3_forces_all_but_padding_and_last_tokens_in_every_update(state_of, tmp_path):
     state = finished(state_of, tmp_path, changed(method={"replay": "R3"}))
     updates = rows(tmp_path, "update")

@@ -10,6 +10,7 @@ import torch
 from micro import MICRO, rows
 
 from moe_rl.policy.tiny import ModelError
+from moe_rl.rollout.engines import EngineConfig
 from moe_rl.routing import record_router_logits, replay_routes
 from moe_rl.training import MethodConfig, ProbeConfig, ValueConfig, run, validate
 from moe_rl.training.batch import totals_of
@@ -71,6 +72,14 @@ def test_what_updates_compare_with_is_read_under_the_predicted_routes(state_of, 
         with torch.no_grad(), replay_routes(state.policy, routes), state.critic.watch(state.policy) as states:
             state.policy(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long())
         assert torch.allclose(state.critic.values(batch, states), batch.values, atol=1e-5) == equal
+
+
+def test_so_it_is_under_the_routes_of_another_engine(state_of, tmp_path):
+    engine = EngineConfig(kind="hf", dtype="bfloat16", router_format="int4")
+    config = replace(with_method(objective="rspo", replay="R3"), rollout=replace(MICRO.rollout, engine=engine))
+    run(state_of(config, tmp_path))
+    first = rows(tmp_path, "update")[0]
+    assert first["slots_changed"] > 0 and first["route_weight"] == pytest.approx(1.0, abs=1e-6)
 
 
 def test_a_step_follows_the_gradient_of_the_divergence(state_of, tmp_path):
