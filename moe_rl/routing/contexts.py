@@ -140,9 +140,9 @@ def _signature(tap: Tap) -> list[Any]:
 def _adapters(sites: list[Site]) -> list[Any]:
     """Return which adapters of PEFT in the routers are on, off or merged. Selections are found in any case, the logits
     are not (`Selector.maps`)."""
-    inside = (vars(part) for site in sites for module in site.modules for part in module.modules())
-    names = ("_disable_adapters", "_active_adapter", "merged_adapters")
-    return [repr([own[name] for name in names]) for own in inside if all(name in own for name in names)]
+    inside = [part for site in sites for module in site.modules for part in module.modules()]
+    names = ("_disable_adapters", "_active_adapter", "merged_adapters")  # the first two may be the class's
+    return [repr([getattr(part, name) for name in names]) for part in inside if hasattr(part, names[-1])]
 
 
 def _refuse_compiled(model: nn.Module, modules: list[nn.Module]) -> None:
