@@ -11,12 +11,13 @@ from urllib.parse import urlsplit
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moe_rl.measure.logprobs import hf_model
 from moe_rl.names import nearest
 from moe_rl.objectives.bounds import Count, Positive
-from moe_rl.rollout.completions import Rollout, unrouted_tokens
+from moe_rl.rollout.completions import Rollout, end_tokens, unrouted_tokens
 from moe_rl.rollout.task import Problem
 from moe_rl.rollout.vllm_host import agreed
 from moe_rl.routing import RoutedExperts, RoutingError
@@ -25,6 +26,8 @@ NEVER = -1
 """The version of an engine that was never synced."""
 COLDEST = 0.01
 """The lowest temperature above 0 (greedy): vLLM raises lower ones to it, and it is as good as greedy."""
+LOGP_ROUNDING = 1e-3
+"""How far rounding may put a log-probability above 0, nats."""
 
 
 class Tolerance(NamedTuple):
@@ -104,6 +107,32 @@ def check_routes(rollout: Rollout) -> RoutedExperts:
             "Prompt tokens need the routes of prefill (prefix caching may drop them), sampled ones those of decoding"
         )
     return routes
+
+
+def check_rollout(rollout: Rollout, model: nn.Module, tokenizer: Any, who: str) -> None:
+    """Raise EngineError unless an engine's rollout holds what `Rollout` says of tokens, log-probabilities and ends. It
+    is not asked whether the tokens were drawn from the model's weights, or the log-probabilities are theirs.
+
+    who: words for the engine in messages.
+    """
+    mask = rollout.completion_mask
+    tokens, logps = rollout.input_ids[mask], rollout.logps[mask]
+    size = hf_model(model).get_input_embeddings().weight.shape[0]  # type: ignore[operator]  # a Tensor, for nn.Module
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
+        given = f"{int(tokens.min())} to {int(tokens.max())}"
+        raise EngineError(f"{who} gave token ids from {given}; the model has 0 to {size - 1}")
+    right = logps.isfinite() & (logps <= LOGP_ROUNDING)
+    if not right.all():
+        raise EngineError(
+            f"{who} gave a log-probability of {logps[~right][0]} nats; drawn tokens have finite ones <= 0"
+        )
+    ended = mask & torch.isin(rollout.input_ids, end_tokens(model, tokenizer).to(mask.device))
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    if (behind := (ended & ~last).any(1)).any():
+        raise EngineError(f"{who} gave tokens behind the end token of row {int(behind.int().argmax())}")
+    if (wrong := rollout.finished != ended.any(1)).any():
+        row = int(wrong.int().argmax())
+        raise EngineError(f"{who}: row {row} has finished={bool(rollout.finished[row])}, its last token says otherwise")
 
 
 def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: str) -> None:

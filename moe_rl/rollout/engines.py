@@ -28,6 +28,7 @@ from moe_rl.rollout.engine_config import (
     EngineConfig,
     EngineError,
     check_engine,
+    check_rollout,
     check_weights,
 )
 from moe_rl.rollout.task import Problem
@@ -135,13 +136,13 @@ def _own_engine(config: EngineConfig, model: nn.Module, tokenizer: Any) -> Engin
     ]
     if missing:
         raise EngineError(f"rollout.engine.kind: {config.kind} lacks {', '.join(missing)}; see moe_rl.rollout.Engine")
-    engine.sample = _with_checked_groups(engine.sample, config.kind)
+    engine.sample = _checked(engine.sample, config.kind, model, tokenizer)
     return engine
 
 
-def _with_checked_groups(sample: Callable[..., Rollout], kind: str) -> Callable[..., Rollout]:
-    """Return `sample` wrapped to raise EngineError unless it gives one group for each problem, in the problems' order:
-    training would not notice missing or exchanged groups."""
+def _checked(sample: Callable[..., Rollout], kind: str, model: nn.Module, tokenizer: Any) -> Callable[..., Rollout]:
+    """Return `sample` wrapped to raise EngineError unless it gives one group for each problem, in the problems' order,
+    and what `check_rollout` asks for: training would not notice."""
 
     @functools.wraps(sample)
     def checked(problems: Sequence[Problem], *, group_size: int, **options: Any) -> Rollout:
@@ -153,6 +154,7 @@ def _with_checked_groups(sample: Callable[..., Rollout], kind: str) -> Callable[
                 f"and gave {len(rollout)} rows in groups of {rollout.group_size}, or not in the order of the problems: "
                 "row b of a Rollout answers problem b // group_size"
             )
+        check_rollout(rollout, model, tokenizer, f"rollout.engine.kind: {kind}.sample")
         return rollout
 
     return checked

@@ -5,9 +5,9 @@ import importlib.util
 import json
 import os
 import re
-import selectors
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
@@ -150,19 +150,24 @@ class MathVerify:
     def _ask(self, *question: str) -> str:
         """Return the process's answer to a question or, without one, its first line after the start. Empty if nothing
         came in time; the process is then ended, because a late answer would be taken for that to the next question."""
-        said, self._died = "", False
+        said, late, process = "", threading.Event(), self.process
+
+        def stop() -> None:
+            late.set()
+            process.kill()
+
+        limit = threading.Timer(self.SECONDS, stop)  # for the question, too: it can fill the pipe of a busy process
         try:
             if question:
-                self.process.stdin.write(json.dumps(question) + "\n")
-                self.process.stdin.flush()
-            with selectors.DefaultSelector() as selector:
-                selector.register(self.process.stdout, selectors.EVENT_READ)
-                came = selector.select(self.SECONDS if question else None)
-                said = self.process.stdout.readline().strip() if came else ""
-                self._died = bool(came) and not said
+                limit.start()
+                process.stdin.write(json.dumps(question) + "\n")
+                process.stdin.flush()
+            said = process.stdout.readline().strip()
         except BrokenPipeError:
-            self._died = True
+            pass
         finally:
+            limit.cancel()
+            self._died = not said and not late.is_set()
             if not said:  # the process took too long or ran out of memory, or this one was interrupted
                 self.process = None
                 self._end()

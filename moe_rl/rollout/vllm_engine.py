@@ -32,6 +32,7 @@ from moe_rl.rollout.engine_config import (
     EngineConfig,
     EngineError,
     check_engine,
+    check_rollout,
     check_weights,
     url_address,
 )
@@ -102,9 +103,14 @@ class VllmEngine:
         found = self._ask({**ask, "routes": record_routes}, tokens)
         drawn = torch.full((B, N), UNWRITTEN)
         logps = torch.zeros(B, N)
-        new = torch.arange(N) < _lengths(found, B, N)[:, None]
-        drawn[new], logps[new] = _flat(found, "tokens", new).long(), _flat(found, "logps", new).float()
+        lengths = _lengths(found, B, N)
+        new = torch.arange(N) < lengths[:, None]
+        drawn[new], logps[new] = _flat(found, "tokens", new, "iu").long(), _flat(found, "logps", new).float()
         rollout = rollout_from_tokens(self.tokenizer, problems, group_size, prompts, mask, drawn, logps, ends)
+        check_rollout(rollout, self.policy, self.tokenizer, "vLLM")
+        if (cut := ~rollout.finished & (lengths < N)).any():
+            short = int(cut.int().argmax())
+            raise EngineError(f"vLLM: row {short} stops after {lengths[short]} of {N} tokens, at no end token")
         return replace(rollout, routes=self._routes(rollout, found)) if record_routes else rollout
 
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -189,18 +195,23 @@ def write_hub(model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> 
 
 def _lengths(found: Mapping[str, np.ndarray], rows: int, most: int) -> Tensor:
     """Return the completions' lengths in the server's answer. Raises EngineError unless `rows` of 1 to `most` came."""
-    lengths = torch.from_numpy(found["lengths"])
-    if list(lengths.shape) != [rows] or not bool(((lengths >= 1) & (lengths <= most)).all()):
+    lengths = _flat(found, "lengths", torch.ones(rows, dtype=torch.bool), "iu").long()
+    if not bool(((lengths >= 1) & (lengths <= most)).all()):
         raise EngineError(f"vLLM's completions have lengths {lengths.tolist()}, expected {rows} of 1 to {most} tokens")
     return lengths
 
 
-def _flat(found: Mapping[str, np.ndarray], name: str, where: Tensor) -> Tensor:
-    """Return a tensor of the server's answer. Raises EngineError unless it has one value for each True of `where`."""
-    values = torch.from_numpy(found[name])
-    if list(values.shape) != [int(where.sum())]:
-        raise EngineError(f"vLLM gave {name} of shape {list(values.shape)} for {int(where.sum())} tokens")
-    return values
+def _flat(found: Mapping[str, np.ndarray], name: str, where: Tensor, kinds: str = "f") -> Tensor:
+    """Return a tensor of the server's answer. Raises EngineError unless it has one value for each True of `where`, of
+    a NumPy dtype of these `kinds` (f: floating, i and u: whole numbers)."""
+    values = found.get(name)
+    if values is None:
+        raise EngineError(f"vLLM gave no {name}")
+    if list(values.shape) != [int(where.sum())] or values.dtype.kind not in kinds:
+        raise EngineError(f"vLLM gave {name} as {values.dtype} {list(values.shape)}, not {int(where.sum())} values")
+    if "i" in kinds and (values < 0).any():
+        raise EngineError(f"vLLM gave {name} below 0")
+    return torch.from_numpy(values)
 
 
 # -- finding vLLM ------------------------------------------------------------------------------------------------------

@@ -380,21 +380,3 @@ def test_the_file_of_an_engine_runs_once_until_it_is_another(tmp_path):
         with pytest.raises(EngineError, match="ZeroDivisionError"):
             load_object(f"{own}:Own", "kind", EngineError)
     assert said.read_text() == "run run run "
-
-
-@pytest.mark.parametrize("order", [slice(4, None), slice(None, None, -1)], ids=["a group is missing", "exchanged"])
-def test_responses_that_are_not_those_asked_for_are_refused_of_an_own_engine(model, tmp_path, order):
-    (tmp_path / "own.py").write_text(
-        "import torch\n"
-        "from moe_rl.rollout.engine import ModelEngine\n"
-        "class Own(ModelEngine):\n"
-        "    rows = slice(None)\n"
-        "    def sample(self, problems, **options):\n"
-        "        whole = super().sample(problems, **options)\n"
-        "        return whole.rows(torch.tensor(range(len(whole))[self.rows]))\n"
-    )
-    engine = make_engine(EngineConfig(kind=f"{tmp_path / 'own.py'}:Own"), model, TOKENIZER)
-    assert torch.equal(respond(engine).input_ids, respond(ModelEngine(model, TOKENIZER)).input_ids)
-    engine.rows = order
-    with pytest.raises(EngineError, match=r"own\.py:Own\.sample was asked for 3 problems x 4 responses and gave"):
-        respond(engine)

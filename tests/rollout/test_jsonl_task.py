@@ -2,8 +2,9 @@
 
 import importlib.util
 import json
+import os
 import random
-import selectors
+import signal
 import sys
 import textwrap
 import time
@@ -300,12 +301,15 @@ def test_math_verify_in_a_process_of_its_own(fake_math_verify, monkeypatch):
         verify("raise", "12")
     assert verify("12", "12")
     interrupted = Mock(side_effect=KeyboardInterrupt)
-    for name in ("select", "flush"):  # between a question and its answer, and within a question
+    for pipe, name in (("stdout", "readline"), ("stdin", "flush")):  # after a question, and within it
         with monkeypatch.context() as patch:
-            patch.setattr(verify.process.stdin if name == "flush" else selectors.DefaultSelector, name, interrupted)
+            patch.setattr(getattr(verify.process, pipe), name, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 verify("12", "13")
         assert verify("12", "12"), "not the answer to the question before"
+    os.kill(verify.process.pid, signal.SIGSTOP)
+    assert not verify("12", "13" * 10**6), "a question that no frozen process reads to its end"
+    assert verify("12", "12")
     for _ in range(4):  # its end may come before the question or after it
         verify.process.kill()
         assert verify("12", "12"), "started anew"
