@@ -34,6 +34,7 @@ DECLARED = {
     "dual_clip_noise": [("dual", "grpo"), ("dual_noise02", "grpo_noise02"), ("dual_noise05", "grpo_noise05")],
     "dual_clip_causes": [(f"dual_{cause}", f"grpo_{cause}") for cause in ("fast", "bias", "partial", "lag", "int4")],
     "dual_clip_tasks": [(f"dual_{task}", f"grpo_{task}") for task in ("sort", "add", "reverse")],
+    "dual_clip_updates": [(f"dual_{pair}", f"grpo_{pair}") for pair in ("sort", "add", "reverse", "partial")],
 }
 """Study -> the pairs of arms whose largest gradients the study declares to compare."""
 FEWEST = 6  # seeds of a pair: below that there is no Student interval
