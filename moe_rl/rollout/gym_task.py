@@ -60,7 +60,8 @@ class ReasoningGym(VerifiableTask):
     def draw(self, rng: random.Random) -> Problem:
         index = rng.randrange(self.size)
         entry = self._questions[index]
-        problem = as_problem(entry["question"], str(entry["answer"]), chat=self.chat, instruction=self.instruction)
+        answer = "" if entry["answer"] is None else str(entry["answer"])  # some datasets have a scorer and no answers
+        problem = as_problem(entry["question"], answer, chat=self.chat, instruction=self.instruction)
         return replace(problem, index=index)
 
     def reward(self, problem: Problem, completion: str) -> float:
@@ -79,6 +80,11 @@ class ReasoningGym(VerifiableTask):
 
     def demonstration(self, problem: Problem, rng: random.Random, noise: float = 0.0) -> str:
         """Return the answer or, with probability `noise`, the answer of a random question."""
+        if not problem.answer:
+            raise TaskError(
+                f"reasoning_gym: {self.dataset} gives questions without answers: there is nothing to demonstrate "
+                "(model.cold_start, method.source: demonstrations)"
+            )
         return self.draw(rng).answer if rng.random() < noise else problem.answer
 
     @cached_property

@@ -342,7 +342,8 @@ def fake_reasoning_gym(tmp_path, monkeypatch):
         textwrap.dedent("""
             class Dataset:
                 def __init__(self, size, seed, low=0): self.seed, self.low = seed, low
-                def __getitem__(self, i): return {"question": f"{i}+{self.low}+{self.seed}?", "answer": i}
+                def __getitem__(self, i):
+                    return {"question": f"{i}+{self.low}+{self.seed}?", "answer": None if self.low == 8 else i}
                 def score_answer(self, answer, entry):
                     if answer == "crash": raise RuntimeError
                     if self.low == 7: import no_such_package
@@ -378,6 +379,10 @@ def test_reasoning_gym_by_its_interface(fake_reasoning_gym):
         again.reward(Problem("1+1=", "2"), "2")
     with pytest.raises(TaskError, match="the scorer of sums needs a package: No module named 'no_such_package'"):
         gym(dataset="sums", config={"low": 7}).reward(problem, "2")
+    scored = gym(dataset="sums", config={"low": 8})
+    question = scored.problem(random.Random(0))
+    with pytest.raises(TaskError, match="sums gives questions without answers: there is nothing"):
+        scored.demonstration(question, random.Random(0))
     for options, message in (
         ({"dataset": "sum"}, "task.options.dataset: unknown 'sum'; did you mean 'sums'"),
         ({"dataset": "sums", "config": {"high": 1}}, "task.options.config: sums cannot be made with {'high': 1}"),
