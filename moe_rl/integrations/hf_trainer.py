@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from moe_rl.integrations.measures import Measures, Minibatch, ProbeBatch, Ranks, measure
-from moe_rl.integrations.old_policy import OldPolicy, refuse_options, refuse_random, same_policy
+from moe_rl.integrations.old_policy import OldPolicy, refuse_model, refuse_options, same_policy
 from moe_rl.names import seed_of
 from moe_rl.routing import RoutedExperts, RoutingError, find_sites, record_routes, replay_routes
 
@@ -71,7 +71,7 @@ class ReplayTrainer(Trainer):
         if self.accelerator.device.type == "mps":
             raise RoutingError("Apple's mps has no float64, in which changes and ratios are summed: set use_cpu=True")
         find_sites(self.model)  # raises for a dense model, before anything is sampled
-        refuse_random(self.model)
+        refuse_model(self.model)
         if alpha := getattr(self.args, "neftune_noise_alpha", None):
             raise RoutingError(
                 f"neftune_noise_alpha={alpha:g} adds noise to the embeddings in every forward of an update and in none "

@@ -85,12 +85,19 @@ def refuse_other_version(name: str, package: Any, versions: Sequence[str], part:
         )
 
 
-def refuse_random(model: nn.Module) -> None:
-    """Raise RoutingError if a model has dropout or router jitter, as equal weights then choose other experts each time.
+def refuse_model(model: nn.Module) -> None:
+    """Raise RoutingError for a model in which routes are not laid beside a batch's tokens, or not those of its weights.
 
     Raises:
-        RoutingError: the message names the module and what to set.
+        RoutingError: the model has dropout or router jitter, so that equal weights choose other experts each time, or
+            adapters that add tokens. The message names the module and what to set.
     """
+    adapters = [one for module in model.modules() for one in dict(getattr(module, "peft_config", None) or {}).values()]
+    if kinds := [one.peft_type.value for one in adapters if getattr(one, "is_prompt_learning", False)]:
+        raise RoutingError(
+            f"PEFT's {kinds[0]} adds virtual tokens that are not in the batch, so that routes have no place beside its "
+            "tokens. Train LoRA adapters, or all weights"
+        )
     for name, _, attribute, amount in random_parts(model):
         what = "dropout" if attribute == "p" else attribute
         raise RoutingError(

@@ -11,7 +11,8 @@ verl has no registry for this: its engines' keys are unique. `install` therefore
 the actor's update. `ActorRolloutRefWorker.enable_routing_replay` is true, so that verl marks these passes. Reference
 and critic are unchanged, and so is the actor while its LoRA adapters are off, because it then serves as the reference.
 
-Added to verl's metrics, as means over micro-batches, on prompt and response tokens:
+Added to verl's metrics, on prompt and response tokens; verl logs them as `actor/routing/...`, as means over all
+micro-batches of a batch's updates, so that the 0 of the first update is in the changes:
 
 - `routing/slot_change`, `routing/site_change`, `routing/token_change` ("none"): old policy against the weights at this
   update, both routing live
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.integrations.measures import CHANGES
-from moe_rl.integrations.old_policy import refuse_options, refuse_other_version, refuse_random, same_policy
+from moe_rl.integrations.old_policy import refuse_model, refuse_options, refuse_other_version, same_policy
 from moe_rl.routing import RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
 
 VERSIONS = ("0.9.1", "0.10.0.dev")
@@ -94,7 +95,7 @@ def forward_step(original: Any, replay: str, tolerance: float) -> Any:
             raise RoutingError("routing replay in verl's FSDP engine: sequence parallelism (ulysses) is not supported")
         if forward_only:
             if not hasattr(engine, "routing_sites"):
-                refuse_random(engine.module)
+                refuse_model(engine.module)
             with record_routes(engine.module) as recording:
                 loss, output = original(engine, micro_batch, loss_function=loss_function, forward_only=True)
             ids = recording.routes

@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from moe_rl.integrations.hf_trainer import ReplayTrainer
-from moe_rl.integrations.old_policy import refuse_random, same_policy
+from moe_rl.integrations.old_policy import refuse_model, same_policy
 from moe_rl.integrations.trl import routing_replay
 from moe_rl.policy import build_tiny
 
@@ -301,9 +301,9 @@ def test_dropout_is_refused(tmp_path):
     model.model.layers[1].self_attn.attention_dropout = 0.1
     with pytest.raises(RoutingError, match=r"layers.1.self_attn has attention_dropout = 0.1"):
         make(routing_replay(GRPOTrainer), tmp_path, model=model, options=MEASURED)
-    refuse_random(torch.nn.Sequential(torch.nn.Dropout(0.0)))
+    refuse_model(torch.nn.Sequential(torch.nn.Dropout(0.0)))
     with pytest.raises(RoutingError, match=r"0 has dropout = 0.5"):
-        refuse_random(torch.nn.Sequential(torch.nn.Dropout(0.5)))
+        refuse_model(torch.nn.Sequential(torch.nn.Dropout(0.5)))
 
 
 def test_an_accelerator_without_float64_is_refused_by_its_name():
@@ -315,6 +315,15 @@ def test_an_accelerator_without_float64_is_refused_by_its_name():
 def test_noise_on_the_embeddings_is_refused_by_its_name(tmp_path):
     with pytest.raises(RoutingError, match=r"neftune_noise_alpha=5 adds noise to the embeddings"):
         make(routing_replay(GRPOTrainer), tmp_path, neftune_noise_alpha=5.0, options=MEASURED)
+
+
+@pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig"])
+def test_adapters_that_add_tokens_are_refused_before_anything_is_sampled(tmp_path, kind):
+    import peft
+
+    adapter = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(RoutingError, match=r"PEFT's P\w+_TUNING adds virtual tokens that are not in the batch"):
+        make(routing_replay(GRPOTrainer), tmp_path, options={**MEASURED, "peft_config": adapter})
 
 
 def test_the_auxiliary_loss_that_trl_adds_is_named(tmp_path, caplog):
