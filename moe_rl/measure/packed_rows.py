@@ -1,4 +1,5 @@
-"""Test of whether a model keeps several sequences in one row apart, given their positions alone."""
+"""Several sequences in one row: a test of whether a model keeps them apart, given their positions alone, and the way
+back to one sequence a row."""
 
 import inspect
 import weakref
@@ -7,8 +8,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
+from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from moe_rl.routing.calls import device_of
@@ -21,6 +24,25 @@ ROWS, LENGTHS = 3, (7, 5)
 """Number of rows in the test, and numbers of tokens of the two sequences in each row."""
 
 _APART: "weakref.WeakKeyDictionary[PreTrainedModel, set[tuple[str, bool]]]" = weakref.WeakKeyDictionary()
+
+
+def unpacked(values: Shaped[Tensor, "B T ..."], position_ids: Int[Tensor, "B T"]) -> Shaped[Tensor, "S N ..."]:
+    """Return values of packed rows with one sequence a row, in order, 0 (False) behind each; with gradient.
+
+    position_ids: as in `token_logps`: 0 where a sequence begins, each row's first token included. No padding.
+
+    Raises ValueError for other shapes, or a row that begins within a sequence.
+
+    >>> unpacked(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[0, 1, 0], [0, 1, 2]])).tolist()
+    [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
+    """
+    if position_ids.ndim != 2 or values.shape[:2] != position_ids.shape or bool((position_ids[:, 0] != 0).any()):
+        raise ValueError(
+            "values and position_ids: expected [B,T,...] and [B,T] with 0 where a sequence and each row begins, got "
+            f"{list(values.shape)} and {list(position_ids.shape)}, rows from {position_ids[..., 0].tolist()}"
+        )
+    begins = (position_ids.flatten() == 0).nonzero()[1:, 0].tolist()
+    return pad_sequence(list(values.flatten(0, 1).tensor_split(begins)), batch_first=True)
 
 
 def refuse_leak(model: nn.Module, lm: PreTrainedModel, evaluating: AbstractContextManager[None], single: bool) -> None:

@@ -106,7 +106,7 @@ def policy_loss(
             token by the sign of that token's own advantage. With ratio "sequence" the gradient goes through the
             sequence's ratio to all of its tokens alike; with "sequence_token" each token's gradient goes to its own
             log-probability.
-        mask: bool or 0/1, True on completion tokens.
+        mask: bool or 0/1, True on completion tokens. A row is one sequence; packed rows: `moe_rl.measure.unpacked`.
         ref_logps: log-probabilities under the reference policy; needed iff `kl_coef` is not 0.
         rollout_logps: the rollout engine's log-probabilities of the same tokens; needed for anchor="rollout"
             and for engine corrections that are not `optional`. If they are given, the metrics include the gap between

@@ -9,7 +9,7 @@ from logprobs_helpers import FAMILIES, SIZES, V, build
 from sweeps import mostly_swept
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from moe_rl.measure import token_logps
+from moe_rl.measure import token_logps, unpacked
 from moe_rl.routing import record_routes, replay_routes
 
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
@@ -123,3 +123,16 @@ def test_models_without_positions_are_refused(monkeypatch):
     monkeypatch.setattr(type(model), "forward", lambda self, **inputs: forward(self, **inputs))
     with pytest.raises(ValueError, match="it takes no position_ids"):
         packed(model, *rows())
+
+
+def test_packed_rows_are_brought_to_one_sequence_a_row_with_their_gradient():
+    lengths, values = [3, 1, 4, 2, 6], torch.randn(2, 8, 3, requires_grad=True)
+    positions = torch.cat([torch.arange(n) for n in lengths]).view(2, 8)
+    apart = unpacked(values, positions)
+    kept = apart.new_tensor(lengths)[:, None] > torch.arange(6)
+    assert apart.shape == (5, 6, 3) and torch.equal(apart[kept], values.flatten(0, 1)) and not apart[~kept].any()
+    assert torch.equal(unpacked(torch.ones(2, 8, dtype=torch.bool), positions), kept)
+    apart.sum().backward()
+    assert torch.equal(values.grad, torch.ones_like(values))
+    with pytest.raises(ValueError, match=r"0 where a sequence and each row begins, got .* rows from \[1, 1\]"):
+        unpacked(values, positions + 1)
