@@ -23,8 +23,12 @@ def study_alarms(data: StudyData) -> dict[tuple[str, int], RunAlarms]:
     for kind, names in wanted.items():
         frame = getattr(data, FIELDS[kind])
         columns = dict.fromkeys(("arm", "seed", "step", *ROWS[kind], *sorted(names)))
-        for row in frame[[name for name in columns if name in frame]].to_dict("records"):
-            found[str(row["arm"]), int(row["seed"])].take({**row, "kind": kind, "step": int(row["step"])})
+        for (arm, seed), own in frame[[name for name in columns if name in frame]].groupby(["arm", "seed"], sort=False):
+            # A column that is empty in a run is left out: its values may be null, or were not recorded.
+            lacking = [name for name in names - {"reward"} if name in own and own[name].isna().all()]
+            for row in own.drop(columns=lacking).to_dict("records"):
+                values = {name: None if value != value else value for name, value in row.items()}
+                found[str(arm), int(seed)].take({**values, "kind": kind, "step": int(row["step"])})
     return found
 
 
@@ -32,7 +36,8 @@ def alarm_rows(data: StudyData) -> list[dict[str, Any]]:
     """Return one row per alarm: title, rule, source and, in `arms`, how many runs of each arm crossed its threshold.
 
     By arm: `crossed` runs `of` those with the signal, and the median `first` step of those that crossed. An alarm whose
-    signal no run has is left out, unless the study adds it.
+    signal no run has is left out, unless the study adds it; of such an alarm the rule says in how many runs its metric
+    was null at some steps.
     """
     runs = study_alarms(data)
     rows = []
@@ -44,7 +49,9 @@ def alarm_rows(data: StudyData) -> list[dict[str, Any]]:
             middle = median(first) if first else None
             arms.append({"arm": str(arm), "crossed": len(first), "of": len(own), "first": middle})
         if (heard := any(row["of"] for row in arms)) or alarm.declared:
-            rule = alarm.rule if heard else f"{alarm.rule}: no run recorded it"
+            null = sum(alarm.declared and alarm.name in seen.nulls for seen in runs.values())
+            lack = "" if heard else ": no run recorded a finite value"
+            rule = alarm.rule + (f": null at some steps of {null} runs" if null else lack)
             rows.append({"title": alarm.title, "rule": rule, "source": alarm.source, "arms": arms})
     return rows
 

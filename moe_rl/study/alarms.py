@@ -299,10 +299,12 @@ class RunAlarms:
         """Return the alarms of the run as plain data for JSON.
 
         Keys: `crossed` ({alarm: [[step, value], ...]}, null for an infinite value), `lacks` (alarms whose signal the
-        run lacks), `collapse` (its step) and `first` ([[alarm, step], ...] of `before_collapse`).
+        run lacks), `nulls` ({alarm: number of steps at which its metric was null}), `collapse` (its step) and `first`
+        ([[alarm, step], ...] of `before_collapse`).
         """
         return {
             "crossed": {name: [[step, _short(v)] for step, v in found] for name, found in self.crossed.items()},
+            "nulls": {name: len(steps) for name, steps in self.nulls.items()},
             "lacks": [name for name, count in self.seen.items() if not count],
             "collapse": self.collapse,
             "first": [[alarm.name, step] for alarm, step in self.before_collapse()],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rl.checks import parse_json
+from moe_rl.run_rows import row_problem
 
 CHUNK = 2_000_000
 """Approximate most bytes of metrics.jsonl in one answer; the caller asks again while there is `more`."""
@@ -55,10 +56,10 @@ def read_since(path: Path, since: str = "") -> tuple[list[dict[str, Any]], dict[
             row = parse_json(line)
         except ValueError:  # errors of JSON and of Unicode
             row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
+        if row_problem(row):
             damaged += 1
+        else:
+            rows.append(row)
     return rows, {"since": cursor, "more": more, "reset": reset, "damaged": damaged}
 
 

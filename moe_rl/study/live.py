@@ -54,7 +54,10 @@ class LiveStudy:
             raise StudyDataError(nothing_here(self.folder))
 
     def overview(self) -> dict[str, Any]:
-        """Return what changes while a study runs, apart from its numbers: states of runs and looks of arms."""
+        """Return what changes while a study runs, apart from its numbers: states of runs and looks of arms. Raises
+        LiveError: the folder is gone."""
+        if not self.folder.is_dir():
+            raise LiveError(f"{self.folder} is gone, or no folder any more")
         config = self._config()
         base, declared = section(config, "base"), declared_arms(config)
         runs = [

@@ -217,7 +217,10 @@ class Handler(BaseHTTPRequestHandler):
         if not own_host(self.headers.get("Host", "")):
             self._send(HTTPStatus.FORBIDDEN, "text/plain", b"moe-rl watch answers to 127.0.0.1 and localhost only\n")
             return
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError:  # as of "http://["
+            return self.send_error(HTTPStatus.BAD_REQUEST)
         if url.path in ASSETS:
             name, kind = ASSETS[url.path]
             self._send(HTTPStatus.OK, f"{kind}; charset=utf-8", static(name).encode())

@@ -280,9 +280,9 @@ def test_added_alarms_show_wherever_those_of_the_table_do(tmp_path, capsys):
     data = load(tmp_path / "s")
     found = {row["title"]: row for row in alarm_rows(data)}
     assert found["low"]["arms"] == [{"arm": "mine", "crossed": 1, "of": 1, "first": 0}]
-    assert found["gone"]["rule"] == "trl/k of the update rows above 1: no run recorded it"
+    assert found["gone"]["rule"] == "trl/k of the update rows above 1: no run recorded a finite value"
     page = render_report(data, figures=[])
-    assert "reward of the rollout rows below 0.3" in page and "no run recorded it" in page
+    assert "reward of the rollout rows below 0.3" in page and "no run recorded a finite value" in page
     drawn = FIGURES["alarms"](data)
     assert drawn.frame["step"].tolist() == [0, 1] and "Never recorded: gone." in drawn.caption
     server = make_server(tmp_path / "s")

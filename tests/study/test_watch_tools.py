@@ -269,16 +269,16 @@ def test_the_menu_of_responses_is_of_the_step_shown(browser, url, study):
 def test_chosen_values_come_with_their_denominators_and_of_one_pair_of_engines(tmp_path):
     rows = [
         {"kind": "update", "step": 0, "update": 1, "clipped_tokens": 3, "tokens": 12},
-        {"kind": "engine", "step": 0, "pair": "engines", "k3": 0.25},
-        {"kind": "engine", "step": 0, "pair": "rollout_to_new", "k3": 9.0},
+        {"kind": "engine", "step": 0, "pair": "engines", "update": 0, "k3": 0.25},
+        {"kind": "engine", "step": 0, "pair": "rollout_to_new", "update": 0, "k3": 9.0},
         {"kind": "update", "step": 1, "update": 1, "clipped_tokens": None, "tokens": 12},
-        {"kind": "update", "step": 2, "tokens": 12},
+        {"kind": "update", "step": 2, "update": 1, "tokens": 12},
     ]
     write_rows(tmp_path, rows)
     known = choosable()
     wanted = {name: known[name] for name in ("update.clipped_tokens", "engine.k3")}
     chosen = new_rows(tmp_path / "metrics.jsonl", "", wanted)["chosen"]
-    assert chosen == {"update.clipped_tokens": [[0, 3, 12, 1], [1, None, 12, 1]], "engine.k3": [[0, 0.25, None, None]]}
+    assert chosen == {"update.clipped_tokens": [[0, 3, 12, 1], [1, None, 12, 1]], "engine.k3": [[0, 0.25, None, 0]]}
     assert known["update.clipped_tokens"]["over"] == "tokens" and known["engine.k3"]["over"] == ""
     assert not [name for name in known if "site_names" in name or "histogram" in name or "<" in name]
 

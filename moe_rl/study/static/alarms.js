@@ -10,13 +10,16 @@
     const known = runs.filter((run) => run.alarms);
     const rows = table.flatMap((alarm) => {
       const heard = known.filter((run) => !run.alarms.lacks.includes(alarm.name));
+      const nulls = alarm.declared ? known.filter((run) => run.alarms.nulls[alarm.name]) : []; // not finite: beyond every threshold
       if (!heard.length && !(alarm.declared && known.length)) return [];
       const crossed = heard.filter((run) => run.alarms.crossed[alarm.name]?.length);
       const first = crossed.map((run) => run.alarms.crossed[alarm.name][0][0]);
       const where = crossed.map((run) => `${run.title}: ${run.alarms.crossed[alarm.name].length} steps, first ${run.alarms.crossed[alarm.name][0][0]}`);
-      return [make("tr", { "data-alarm": alarm.name, class: crossed.length ? "crossed" : null, title: `${alarm.rule}\nSource: ${alarm.source}${where.length ? "\n" + where.join("\n") : ""}` },
+      where.push(...nulls.map((run) => `${run.title}: null at ${run.alarms.nulls[alarm.name]} steps`));
+      const counts = [heard.length ? `${crossed.length} of ${heard.length}` : "", nulls.length ? `null in ${nulls.length}` : ""].filter(Boolean);
+      return [make("tr", { "data-alarm": alarm.name, class: crossed.length || nulls.length ? "crossed" : null, title: `${alarm.rule}\nSource: ${alarm.source}${where.length ? "\n" + where.join("\n") : ""}` },
         make("th", { scope: "row" }, alarm.title),
-        make("td", { class: "n" }, heard.length ? `${crossed.length} of ${heard.length}` : "not recorded"),
+        make("td", { class: "n" }, counts.join(", ") || "not recorded"),
         make("td", { class: "n" }, first.length ? String(Math.min(...first)) : "–"))];
     });
     const falls = known.filter((run) => run.alarms.collapse !== null).map((run) => {
@@ -34,7 +37,7 @@
   /** Steps at which alarms on a value crossed in any of these runs: [{step, title}], for a chart of that value. */
   moeRL.alarmMarks = (table, [kind, metric], runs) => {
     const marks = new Map();
-    for (const alarm of table.filter(({ of }) => of[0] === kind && of[1] === metric)) {
+    for (const alarm of table.filter(({ of }) => of[0] === kind && of[1] === metric.split(" ")[0])) { // "a and b": drawn is a over b
       const crossed = new Map();
       for (const run of runs) for (const [step] of run.alarms?.crossed[alarm.name] || []) {
         crossed.set(step, [...(crossed.get(step) || [`${alarm.rule}, step ${step}`]), run.title]);

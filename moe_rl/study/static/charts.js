@@ -120,7 +120,7 @@
   moeRL.LineChart = class {
     /** spec: {key, title, note, log, percent}; page: {cursor(step or null, from a pointer or key), choose(step)}. */
     constructor(host, spec, page) {
-      Object.assign(this, { spec, page, groups: [], step: null, begin: 0, end: 1, dragged: null });
+      Object.assign(this, { spec, page, groups: [], step: null, reading: false, begin: 0, end: 1, dragged: null });
       this.title = make("h3", { id: `title-${spec.key}` }, spec.title);
       const head = make("div", { class: "chart-head" }, this.title, moeRL.chartTools(this, spec.remove));
       this.note = make("p", { class: "chart-note" }, spec.note);
@@ -131,7 +131,10 @@
       host.append(this.figure);
       this.plot.addEventListener("pointermove", (event) => this.point(event));
       this.plot.addEventListener("pointerleave", () => page.cursor(null));
-      this.plot.addEventListener("pointerdown", (event) => { this.dragged = { from: this.stepAt(event), x: event.clientX }; });
+      this.plot.addEventListener("pointerdown", (event) => {
+        this.dragged = { from: this.stepAt(event), x: event.clientX };
+        this.plot.setPointerCapture(event.pointerId); // a drag may end beyond the chart
+      });
       this.plot.addEventListener("pointerup", (event) => this.release(event));
       this.plot.addEventListener("dblclick", () => page.zoom(null));
       this.plot.addEventListener("keydown", (event) => this.key(event));
@@ -154,10 +157,12 @@
       const longest = Math.max(0, ...this.groups.flatMap((g) => g.runs.map((r) => r.points.xs.length)));
       const size = Math.ceil(longest / MOST_POINTS);
       const shown = (points) => moeRL.thin(moeRL.smooth(points.xs.map((x, i) => [x, points.y(i)]), smoothing), size).filter(([x]) => x >= begin && x <= this.end);
+      this.averaged = smoothing > 1 || size > 1;
       const lines = this.groups.flatMap((group) => {
         const several = group.runs.length > 1;
+        group.drawn = shown(group.mean);
         const own = group.runs.map((r) => ({ group, kind: several ? "thin" : "thick", shown: shown(r.points) }));
-        return several ? [...own, { group, kind: "thick", shown: shown(group.mean) }] : own;
+        return several ? [...own, { group, kind: "thick", shown: group.drawn }] : own;
       });
       const ys = lines.flatMap((line) => line.shown.map(([, y]) => y)), scaled = ys.filter((y) => y !== null);
       this.note.textContent = this.spec.note + (smoothing > 1 ? `; each the mean of the last ${smoothing} points` : "") + (size > 1 ? `; means of ${size} points` : "")
@@ -176,11 +181,11 @@
       }
       if (scaled.length) parts.push(...this.drawLevels(), ...this.drawMarks());
       for (const kind of ["thin", "thick"]) parts.push(...lines.filter((line) => line.kind === kind).map((line) => this.line(line, longest <= 16)));
-      if (!scaled.length) parts.push(svg("text", { class: "tick", x: (left + right) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, why));
+      if (!scaled.length) parts.push(svg("text", { class: "tick why", x: (left + right) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, why));
       this.cross = svg("g", { class: "cross" });
       this.plot.replaceChildren(...parts, this.cross);
       this.plot.setAttribute("aria-label", this.describe());
-      this.mark(this.step, false);
+      this.mark(this.step, this.reading);
     }
 
     x(step) { return this.left + ((step - this.begin) / (this.end - this.begin)) * (this.right - this.left); }
@@ -255,9 +260,15 @@
       else if (event.key === "Escape") this.page.cursor(null);
     }
 
+    /** The value of a group's line nearest to a step, if lines are averaged; null beyond its ends. */
+    drawnAt({ drawn }, step) {
+      const far = ([x]) => Math.abs(x - step), near = drawn.reduce((best, pair) => (far(pair) < far(best) ? pair : best), drawn[0]);
+      return near && step >= drawn[0][0] - 0.5 && step <= drawn.at(-1)[0] + 0.5 ? near : [step, null];
+    }
+
     /** Draw the cursor at a step; `reading`: this chart shows the values. */
     mark(step, reading) {
-      this.step = step;
+      Object.assign(this, { step, reading });
       this.readout.hidden = step === null || !reading;
       if (!this.cross) return;
       if (step === null || step < this.begin || step > this.end) return void this.cross.replaceChildren();
@@ -265,14 +276,15 @@
       const parts = [svg("line", { x1: x, x2: x, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom })];
       const rows = [];
       for (const group of this.groups) {
-        const values = group.runs.map((r) => r.points.at(step)).filter((y) => y !== undefined), y = mean(values);
-        if (y !== null) parts.push(svg("circle", { cx: x, cy: this.place(y), r: 3, fill: group.colour }));
+        const values = group.runs.map((r) => r.points.at(step)).filter((y) => y !== undefined);
+        const [at, y] = this.averaged ? this.drawnAt(group, step) : [step, mean(values)]; // the dot lies on the line
+        if (y !== null) parts.push(svg("circle", { cx: this.x(at), cy: this.place(y), r: 3, fill: group.colour }));
         rows.push(make("tr", {}, make("td", {}, moeRL.swatch(group)), make("td", {}, group.label), make("td", {}, this.show(y)),
           make("td", {}, values.length > 1 ? `n = ${values.length}` : "")));
       }
       this.cross.replaceChildren(...parts);
       if (reading) {
-        this.readout.replaceChildren(make("b", {}, `step ${step}`), make("table", {}, make("tbody", {}, ...rows)));
+        this.readout.replaceChildren(make("b", {}, `step ${step}${this.averaged ? ", averaged like the lines" : ""}`), make("table", {}, make("tbody", {}, ...rows)));
         const share = x / (this.right + MARGIN.right);
         this.readout.classList.toggle("to-left", share > 0.5);
         this.readout.style.setProperty("--x", `${100 * share}%`);

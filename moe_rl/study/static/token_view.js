@@ -27,6 +27,14 @@ var moeRL = window.moeRL || (window.moeRL = {});
     }
   };
 
+  /** Give a select its options, [[value, text], ...], anew only if they are others: a list that is open would close. */
+  moeRL.fill = (select, options, value) => {
+    const key = JSON.stringify(options);
+    if (select.dataset.key !== key) select.replaceChildren(...options.map(([name, text]) => moeRL.make("option", { value: name }, text)));
+    select.dataset.key = key;
+    select.value = value;
+  };
+
   /** Black or white ink on a colour #rrggbb, by its luminance. */
   moeRL.inkOn = (colour) => {
     const [r, g, b] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16) / 255)
@@ -57,7 +65,7 @@ var moeRL = window.moeRL || (window.moeRL = {});
   /** Bin 0..8 of a value, and the label of each bin that is used. */
   const binner = (kind, top) => {
     if (kind === "diverging") {
-      const bin = (x) => (x === null ? 4 : 4 + Math.sign(x) * BOUNDS.filter((b) => Math.abs(x) >= b).length);
+      const bin = (x) => (x === null ? null : 4 + Math.sign(x) * BOUNDS.filter((b) => Math.abs(x) >= b).length);
       const labels = ["≤−0.7", "≤−0.2", "≤−.05", "≤−.01", "0", "≥.01", "≥.05", "≥0.2", "≥0.7"];
       return { bin, bins: labels.map((label, i) => [i, label]) };
     }
@@ -152,13 +160,7 @@ var moeRL = window.moeRL || (window.moeRL = {});
     }
 
     fill(name, values, label) {
-      const select = this.pick[name];
-      const labels = values.map(label), key = JSON.stringify([values, labels]);
-      if (select.dataset.key !== key) {
-        select.replaceChildren(...values.map((v, i) => moeRL.make("option", { value: v }, labels[i])));
-        select.dataset.key = key;
-      }
-      select.value = this.state[name];
+      moeRL.fill(this.pick[name], values.map((value, i) => [value, label(value, i)]), this.state[name]);
     }
 
     move(name, by) {
@@ -185,12 +187,14 @@ var moeRL = window.moeRL || (window.moeRL = {});
       const title = state.colour === "changed"
         ? `${colouring.name(index)} per token against the old policy${index.slots ? `, of ${index.slots}` : ""}`
         : `${colouring.name(index)}, nats`;
+      const none = this.rows.some((row) => row.text.some((_, t) => colouring.value(row, t) === null));
       this.legend.replaceChildren(make("b", {}, title),
-        ...bins.map(([i, label]) => make("span", {}, make("i", { style: { background: colours[i] } }), label)));
+        ...bins.map(([i, label]) => make("span", {}, make("i", { style: { background: colours[i] } }), label)),
+        ...(none ? [make("span", {}, make("i", { class: "tv-none" }), "no finite value")] : []));
       const several = this.rows.length > 1;
       this.text.replaceChildren(...this.rows.map((row) => make("div", { class: `tv-row ${several && row === response ? "tv-current" : ""}`, "data-update": row.update },
         several ? make("span", { class: "tv-update" }, `update ${row.update}`) : null,
-        make("div", {}, make("span", { class: "tv-prompt" }, row.prompt), ...this.tokens(row, (t) => colours[bin(colouring.value(row, t))])))));
+        make("div", {}, make("span", { class: "tv-prompt" }, row.prompt), ...this.tokens(row, (t) => colours[bin(colouring.value(row, t))] ?? null)))));
       const { whole } = response;
       this.values.textContent =
         `Response ${response.seq}, reward ${moeRL.number(response.reward)}, ${whole.tokens} tokens; the prompt is grey. ` +
@@ -207,10 +211,10 @@ var moeRL = window.moeRL || (window.moeRL = {});
       return row.text.flatMap((text, t) => {
         const colour = colourOf(t), changed = `${row.changed[t]}${of} ${this.index.unit} changed`;
         const button = make("button", {
-          type: "button", class: "tv-token", tabindex: -1, "data-token": row.position[t],
+          type: "button", class: colour ? "tv-token" : "tv-token tv-none", tabindex: -1, "data-token": row.position[t],
           "aria-label": `token ${row.position[t]} ${visible(text)}, ${changed}`,
           title: `${changed}; log-ratio ${number(minus(row.logp_natural[t], row.old_logp[t]))}`,
-          style: { "--fill": colour, "--ink": moeRL.inkOn(colour) }, onclick: () => this.open(row.update, t),
+          style: colour ? { "--fill": colour, "--ink": moeRL.inkOn(colour) } : {}, onclick: () => this.open(row.update, t),
         }, visible(text));
         return text.includes("\n") ? [button, make("br")] : [button];
       });

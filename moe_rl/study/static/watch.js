@@ -3,6 +3,7 @@
 (() => {
   const { make } = moeRL;
   const POLL = 2000, QUIET_SECONDS = 60;
+  const LIMIT = { study: 30e3, other: 120e3 }; // ms for an answer: a server that hangs, or a tunnel that is half dead, gives none
   const $ = (id) => document.getElementById(id);
   const dark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -19,7 +20,7 @@
   ];
 
   const runs = new Map(); // name -> {since, points, step, seconds, tokenSteps, damaged, ...state of the last answer}
-  let study = null, rules = "", version = 0, drawn = "", lost = false, problem = "", timer = 0, polling = false;
+  let study = null, rules = "", version = 0, drawn = "", lost = false, problem = "", timer = 0, polling = false, pressed = false;
   const view = { study: null, run: null, step: null, condition: 0, hidden: new Set(), metrics: [], smoothing: 1, range: null };
   let catalogue = {};
   let tokenChoice = {};
@@ -31,7 +32,7 @@
 
   async function get(path, query = {}) {
     const asked = view.study ? { ...query, study: view.study } : query;
-    const answer = await fetch(`api/${path}?${new URLSearchParams(asked)}`);
+    const answer = await fetch(`api/${path}?${new URLSearchParams(asked)}`, { signal: AbortSignal.timeout(LIMIT[path] ?? LIMIT.other) });
     const content = await answer.json();
     if (!answer.ok) throw Object.assign(new Error(content.error), { answered: true });
     return content;
@@ -46,6 +47,8 @@
     try {
       study = await get("study");
       view.study ??= study.studies[0] ?? null; // of several the first, for good: their order changes as they are written to
+      const there = new Set(study.runs.map(({ run }) => run));
+      for (const name of [...runs.keys()]) if (!there.has(name)) runs.delete(name); // its folder is gone
       for (const state of study.runs) {
         if (!runs.has(state.run)) runs.set(state.run, { since: "", tokenSteps: [], bytes: -1, ...unread() });
       }
@@ -75,7 +78,7 @@
       $("status").classList.add("lost");
     }
     polling = false;
-    if (study && !lost) draw();
+    if (study && !lost && !pressed) draw();
     document.documentElement.dataset.ready = study && !lost ? "yes" : "no";
     if (!document.hidden) timer = setTimeout(poll, POLL);
   }
@@ -172,13 +175,20 @@
   function drawLegend() {
     if (view.condition >= study.conditions.length) view.condition = 0;
     $("conditions").hidden = study.conditions.length < 2;
-    $("conditions").replaceChildren(...study.conditions.map((title, i) => make("button", {
+    renew($("conditions"), study.conditions.map((title, i) => make("button", {
       type: "button", "aria-pressed": String(i === view.condition), onclick: () => { view.condition = i; remember(); draw(); } }, title)));
-    $("legend").replaceChildren(...looks().filter((arm) => arm.condition === view.condition).map((arm) => make("button", {
+    renew($("legend"), looks().filter((arm) => arm.condition === view.condition).map((arm) => make("button", {
       type: "button", "data-arm": arm.arm, "aria-pressed": String(!view.hidden.has(arm.arm)), title: "show or hide",
-      onclick: () => { view.hidden.delete(arm.arm) || view.hidden.add(arm.arm); remember(); draw(); refocus(arm.arm); } }, moeRL.swatch(arm), arm.label)));
+      onclick: () => { view.hidden.delete(arm.arm) || view.hidden.add(arm.arm); remember(); draw(); } }, moeRL.swatch(arm), arm.label)));
   }
-  const refocus = (arm) => $("legend").querySelector(`[data-arm="${CSS.escape(arm)}"]`)?.focus();
+
+  /** Put buttons in place of those of a host if they look otherwise; the focus stays at its place among them. */
+  function renew(host, buttons) {
+    if (host.innerHTML === buttons.map((button) => button.outerHTML).join("")) return;
+    const at = [...host.children].indexOf(document.activeElement);
+    host.replaceChildren(...buttons);
+    if (at >= 0) buttons[at]?.focus({ preventScroll: true });
+  }
 
   const shownArms = () => looks().filter((arm) => arm.condition === view.condition && !view.hidden.has(arm.arm));
   const shownRuns = () => {
@@ -221,9 +231,9 @@
   function zoom(range) { view.range = range; remember(); redraw(); }
   const typed = () => {
     const [from, to] = ["from", "to"].map((id) => Number.parseInt($(id).value, 10));
-    zoom(Number.isNaN(from) && Number.isNaN(to) ? null : [Math.max(0, from || 0), Number.isNaN(to) ? lastStep() : Math.max(to, (from || 0) + 1)]);
+    zoom(Number.isNaN(from) && Number.isNaN(to) ? null : [Math.max(0, from || 0), Number.isNaN(to) ? null : Math.max(to, (from || 0) + 1)]);
   };
-  $("from").onchange = $("to").onchange = typed;
+  $("from").onchange = $("to").onchange = () => setTimeout(typed); // once the focus has moved on
   $("all-steps").onclick = () => zoom(null);
   function redraw() { drawn = ""; if (study) draw(); }
   function lastStep() {
@@ -234,14 +244,12 @@
 
   function drawOptions() {
     $("smoothing").value = String(view.smoothing);
-    $("from").value = view.range ? view.range[0] : "";
-    $("to").value = view.range ? view.range[1] : "";
+    ["from", "to"].forEach((id, i) => { if (document.activeElement !== $(id)) $(id).value = view.range?.[i] ?? ""; }); // not what is being typed
     $("from").placeholder = "0";
     $("to").placeholder = String(lastStep());
     $("all-steps").hidden = !view.range;
     $("study-choice").hidden = study.studies.length < 2;
-    $("study").replaceChildren(...study.studies.map((name) => make("option", { value: name }, name)));
-    $("study").value = view.study ?? study.studies[0] ?? "";
+    moeRL.fill($("study"), study.studies.map((name) => [name, name]), view.study ?? study.studies[0] ?? "");
   }
   $("study").onchange = ({ target }) => { location.hash = `study=${encodeURIComponent(target.value)}`; location.reload(); };
 
@@ -257,7 +265,7 @@
   }
 
   function drawCharts() {
-    const shown = shownArms(), listed = shownRuns(), range = view.range ?? [0, lastStep()];
+    const shown = shownArms(), listed = shownRuns(), range = [view.range?.[0] ?? 0, view.range?.[1] ?? lastStep()]; // no last step: it goes on with the run
     drawOptions();
     drawSettings();
     const floor = floorOf(study.runs.filter((r) => shown.some((arm) => arm.arm === r.arm)).map((r) => runs.get(r.run).floor));
@@ -287,9 +295,7 @@
   }
 
   function drawRunPicker() {
-    const options = study.runs.map((r) => make("option", { value: r.run }, `${armOf(r.arm).title}, seed ${r.seed}`));
-    $("run").replaceChildren(...options);
-    $("run").value = view.run;
+    moeRL.fill($("run"), study.runs.map((r) => [r.run, `${armOf(r.arm).title}, seed ${r.seed}`]), view.run);
   }
 
   // One run: heat maps and tokens
@@ -354,9 +360,9 @@
     const given = new URLSearchParams(location.hash.slice(1));
     const whole = (name) => (/^\d+$/.test(given.get(name) ?? "") ? Number(given.get(name)) : null);
     if (given.get("run")) view.run = given.get("run");
-    view.study = given.get("study");
-    const range = /^(\d+)-(\d+)$/.exec(given.get("steps") ?? "");
-    view.range = range && Number(range[1]) < Number(range[2]) ? [Number(range[1]), Number(range[2])] : null;
+    view.study = given.get("study") ?? view.study;
+    const [, from, to] = /^(\d+)-(\d*)$/.exec(given.get("steps") ?? "") ?? [];
+    view.range = from && !(to && Number(from) >= Number(to)) ? [Number(from), to ? Number(to) : null] : null;
     view.smoothing = [3, 5, 11].find((n) => n === whole("smooth")) ?? 1;
     const metrics = (given.get("metrics") || "").split(",").filter(Boolean);
     const others = metrics.join() !== view.metrics.join();
@@ -364,13 +370,24 @@
     if (others && Object.keys(catalogue).length) chooseMetrics(metrics);
     view.step = whole("step");
     view.condition = whole("condition") ?? 0;
-    view.hidden = new Set((given.get("hide") || "").split(",").filter(Boolean).map(decodeURIComponent));
+    view.hidden = new Set((given.get("hide") || "").split(",").filter(Boolean).map(decoded));
     tokenChoice = { step: whole("tokens") ?? whole("step"), update: whole("update"), seq: whole("response"), token: whole("token"), colour: given.get("colour") || "changed" };
     Object.assign(tokens.state, tokenChoice);
     shownTokens = drawn = "";
   }
 
-  addEventListener("hashchange", () => { if (location.hash !== written) { recall(); if (study) draw(); } });
+  function decoded(text) {
+    try { return decodeURIComponent(text); } catch { return text; } // a link made by hand
+  }
+
+  addEventListener("hashchange", () => {
+    if (location.hash === written || !location.hash.includes("=")) return; // written by the page, or a place on it
+    if ((new URLSearchParams(location.hash.slice(1)).get("study") ?? view.study) !== view.study) return location.reload(); // what is kept is of one study
+    recall();
+    if (study) draw();
+  });
+  addEventListener("pointerdown", () => { pressed = true; }, true); // a button that is drawn anew meanwhile is not clicked
+  for (const end of ["pointerup", "pointercancel"]) addEventListener(end, () => { pressed = false; }, true);
   addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
   dark.addEventListener("change", () => study && draw());
   let settling = 0;
