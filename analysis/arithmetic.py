@@ -77,6 +77,8 @@ def main() -> None:
         if not runs:
             parser.error(f"{arm}: no finished run in it (seedN/DONE); expected the folder of one arm, runs/STUDY/ARM")
         for run in runs:
+            if "task" not in read_yaml(run / "config.yaml"):
+                parser.error(f"{run}: its config.yaml names no task, so that its policy cannot be sampled from")
             print(run, file=sys.stderr)
             floors.append(floor_of(run, options.prompts).assign(arm=name, seed=run.name))
     table = seed_means(pd.concat(floors), ["arm", "dtype", "variant"], QUANTITIES, interval=student_interval)

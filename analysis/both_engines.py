@@ -155,7 +155,10 @@ def main() -> None:
         study = load(options.study)
     except ValueError as error:  # no such folder, damaged files
         parser.exit(1, f"{error}\n")
-    finished = {run.arm for data in (study, *study.roundings.values()) for run in data.runs if run.finished}
+    runs = [run for data in (study, *study.roundings.values()) for run in data.runs if run.finished]
+    if others := [run for run in runs if "task" not in run.config]:
+        parser.error(f"{others[0].folder}: its config.yaml names no task, so that its policy cannot be sampled from")
+    finished = {run.arm for run in runs}
     lacking = [arm for arm in options.arms or () if arm not in finished]
     if lacking or not finished:
         parser.error(

@@ -25,6 +25,8 @@ def scores(data: StudyData) -> pd.DataFrame:
 
     The value of a seed is NaN unless all doses of the setting are finished in it.
     """
+    if data.evals.empty:
+        raise ValueError(f"{data.folder}: no run has evaluated its policy yet")
     declared = {arm: str(about.get("label") or arm) for arm, about in declared_arms(data.config).items()}
     labels = pd.Series({**declared, **data.arms["label"]})  # an arm that has not begun counts as a missing dose
     done = {(run.arm, run.seed) for run in data.runs if run.finished}

@@ -22,6 +22,8 @@ def study_alarms(data: StudyData) -> dict[tuple[str, int], RunAlarms]:
         wanted.setdefault(alarm.kind, {"skipped"}).update(name for name in (alarm.metric, alarm.over) if name)
     for kind, names in wanted.items():
         frame = getattr(data, FIELDS[kind])
+        if frame.empty:
+            continue
         columns = dict.fromkeys(("arm", "seed", "step", *ROWS[kind], *sorted(names)))
         for (arm, seed), own in frame[[name for name in columns if name in frame]].groupby(["arm", "seed"], sort=False):
             # A column that is empty in a run is left out: its values may be null, or were not recorded.

@@ -218,14 +218,14 @@ class Spikes:
         if len(self.first) < WARM_UP:
             self.first.append(value)
             self.mean = sum(self.first) / len(self.first)
-            self.variance = sum((x - self.mean) ** 2 for x in self.first) / len(self.first)
+            self.variance = sum((x - self.mean) * (x - self.mean) for x in self.first) / len(self.first)
             return False
         sd = math.sqrt(self.variance)
         z = (value - self.mean) / sd if sd > 0 else (math.inf if value > self.mean else 0.0)
         spike = z > self.threshold
         seen = self.mean + (sd * self.threshold**2 / z if z < math.inf else 0.0) if spike else value
         self.mean = DECAY * self.mean + (1 - DECAY) * seen
-        self.variance = DECAY * self.variance + (1 - DECAY) * (seen - self.mean) ** 2
+        self.variance = DECAY * self.variance + (1 - DECAY) * (seen - self.mean) * (seen - self.mean)
         return spike
 
 

@@ -1,14 +1,15 @@
 """First answers of a report: whether arms differ, GRPO needed replay, GSPO did without replay, and what n can say.
 
 The answers are written by rule from the verdicts of the comparisons. The line on whether arms differ is there if some
-comparison is neither of replay with GRPO nor of GSPO with one of the two, or if there are no comparisons. If fewer than
-two of the first three questions apply, a line says how many runs failed.
+comparison is neither of replay with GRPO nor of GSPO with one of the two, or is of arms that differ in other settings,
+too, or if there are no comparisons. If fewer than two of the first three questions apply, a line says how many runs
+failed.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from moe_rl.study.arms import condition_label, dose_label, full_label
+from moe_rl.study.arms import condition_label, dose_label, full_label, same_but_for_method
 from moe_rl.study.comparing import Pair, comparisons, declared
 from moe_rl.study.curves import FAILED, GAIN
 from moe_rl.study.data import StudyData
@@ -57,8 +58,9 @@ def answer(data: StudyData) -> Answer:
     Raises nothing: for a study without a finished run the lines say that none has finished.
     """
     pairs = comparisons(data)
-    replay = [p for p in pairs if _methods(data, p) == (REPLAY, NO_REPLAY)]
-    gspo = [p for p in pairs if _methods(data, p) in (("gspo", NO_REPLAY), ("gspo", REPLAY))]
+    alike = [p for p in pairs if same_but_for_method(data, p.arm, p.other)]
+    replay = [p for p in alike if _methods(data, p) == (REPLAY, NO_REPLAY)]
+    gspo = [p for p in alike if _methods(data, p) in (("gspo", NO_REPLAY), ("gspo", REPLAY))]
     others = [p for p in pairs if p not in replay and p not in gspo]
     told = [_resolved(data, others, bool(replay or gspo))] if others or not pairs else []
     named: dict[str, None] = {}  # arms of which an earlier line says how many runs failed

@@ -91,7 +91,7 @@ def replay_identity(data: StudyData) -> pd.DataFrame:
     Columns: arm, seeds compared, steps compared, difference (largest absolute difference of reward).
     """
     rows = []
-    for arm, about in data.arms.iterrows():
+    for arm, about in data.arms.iterrows() if "reward" in data.rollouts else ():
         natural = replay_stands_for_noise(data, float(about["noise"])) if about["noise"] else None
         if natural is None or about["method"] != data.arms["method"][natural] or not replays_all(data, str(arm)):
             continue

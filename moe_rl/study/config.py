@@ -160,6 +160,8 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
             raise ConfigError(f"arms.{name}: expected a mapping of what the arm changes, got {changes!r}")
         changes = dict(changes or {})
         own = {key: changes.pop(key) for key in ARM_FIELDS if key in changes}
+        if isinstance(own.get("label"), str):
+            own["label"] = " ".join(own["label"].split())  # a folded text ends with a line break
         if "seed" in changes:
             raise ConfigError(
                 f"arms.{name}.seed: would change nothing; the seeds of an arm are a list, arms.{name}.seeds"
@@ -189,10 +191,10 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
         twin = resolved.setdefault(repr(config), name)
         if twin != name:
             raise ConfigError(f"arms.{name}: the same configuration as arm {twin!r}; an arm must change something")
-        if not arm.label.strip():
+        if not arm.label:
             raise ConfigError(f"arms.{name}.label: is empty; it is the arm's name in figures")
         told = 0.0 if "noise" in arm.label.lower() else config.method.noise  # as `full_label` adds noise to the label
-        other = called.setdefault((arm.label.strip(), told), name)
+        other = called.setdefault((arm.label, told), name)
         if other != name and not merged:
             raise ConfigError(
                 f"arms.{name}.label: {arm.label!r} is the label of arm {other!r} too; nothing "

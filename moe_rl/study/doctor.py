@@ -311,8 +311,9 @@ def check_comparisons(study: StudyConfig) -> list[Check]:
         return []
     which = f"{len(few)} of {len(pairs)} declared" if len(few) < len(pairs) else f"{len(pairs)} declared"
     each = count(max(few), "pair") if min(few) == max(few) else f"{min(few)} to {max(few)} pairs"
-    found = f"{which}, {each} of seeds: a range and no verdict"
-    return [Check("comparisons", None, found, f"a verdict over {family} needs {fewest_pairs(family)} pairs")]
+    what = "a range and no verdict" if min(few) < FEWEST else "“no difference of interest” at most"
+    needed = f"“higher” and “lower” over {family} need {fewest_pairs(family)} pairs"
+    return [Check("comparisons", None, f"{which}, {each} of seeds: {what}", needed)]
 
 
 def fits(name: str, needed: int, there: int, where: str) -> Check:

@@ -262,12 +262,15 @@ def published_values(
 def published_updates(results: Path, study: str) -> pd.DataFrame:
     """Return the tables `updates` of a study and of its repetitions, with the columns `folder` and `rounding`.
 
-    There is one row per run: what `update_outcomes` returns.
+    There is one row per run: what `update_outcomes` returns. Roundings of a folder STUDY_NAME are told from those of
+    STUDY (`_rounding_name`).
     """
     files = [file for file in sorted(results.glob(f"{study}*/updates.csv")) if _study_of(file.parent)[0] == study]
     tables = {file.parent.name: read_table(file) for file in files}
     rows = pd.concat([table.assign(folder=folder) for folder, table in tables.items()], ignore_index=True)
-    return rows.assign(rounding=rows["rounding"].fillna(NATIVE) if "rounding" in rows else NATIVE)
+    kernels = rows["rounding"].fillna(NATIVE) if "rounding" in rows else [NATIVE] * len(rows)
+    names = [_study_of(results / folder)[1] for folder in rows["folder"]]
+    return rows.assign(rounding=[_rounding_name(*both) for both in zip(names, kernels, strict=True)])
 
 
 def less_same_seeds(found: pd.Series, other: pd.Series) -> pd.Series:

@@ -217,7 +217,7 @@ def power_sentence(data: StudyData) -> str:
     rest = f" {count(len(few), 'comparison')} of {_pairs(few)}: ranges only." if few else ""
     if max(pair.result.n for pair in tested) < fewest_pairs(family):
         return (
-            f"{_pairs(tested)} and {count(family, 'comparison')}: no difference can get a verdict, for Holm over "
+            f"{_pairs(tested)} and {count(family, 'comparison')}: none can be called higher or lower, for Holm over "
             f"{family} needs {fewest_pairs(family)} pairs. {spread}.{rest}"
         )
     resolved = [pair.resolves for pair in tested]

@@ -144,7 +144,7 @@ def components_of(roundings: Mapping[str, Rounding]) -> pd.DataFrame:
     for name, one in roundings.items():
         for arm, seeds in values_by_seed(one.runs[one.runs["finished"].astype(bool)], "final").items():
             values.setdefault(("arm", arm), {})[name] = seeds
-        for pair in one.pairs:
+        for pair in (pair for pair in one.pairs if pair.result.n):
             seeds = dict(zip(pair.result.seeds, pair.result.differences, strict=True))
             values.setdefault(("difference", f"{pair.arm} - {pair.other}"), {})[name] = seeds
     columns = ["what", "name", "mean", "seeds", "roundings", "sd_seed", "sd_rounding", "sd_residual"]

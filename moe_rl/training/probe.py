@@ -132,4 +132,4 @@ class Probe:
 
 def probed_rows(responses: int, sequences: int) -> Tensor:
     """Return the rows of a batch that are probed: `sequences` of them, spread over its groups."""
-    return torch.linspace(0, responses - 1, sequences).round().long()
+    return torch.linspace(0, responses - 1, sequences, dtype=torch.float64).round().long()  # in fp32 two may coincide

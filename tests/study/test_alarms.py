@@ -158,6 +158,8 @@ def test_a_spike_is_told_from_the_runs_own_past():
     assert [flat.crosses(norm) for norm in [1.0] * (WARM_UP + 1) + [0.9]] == [False] * (WARM_UP + 2)
     flat = Spikes(2.5)
     assert [flat.crosses(norm) for norm in [1.0] * WARM_UP + [1.001, 1.0]] == [False] * WARM_UP + [True, False]
+    huge = Spikes(2.5)
+    assert not any(huge.crosses(value) for value in [0.1] * 5 + [3e155] * 2 + [0.1] * WARM_UP), "no OverflowError"
     assert flat.mean == 1.0, "a spike of infinitely many standard deviations moves nothing"
 
 

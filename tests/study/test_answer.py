@@ -40,3 +40,12 @@ def test_comparisons_that_are_not_named_are_counted_by_their_verdicts():
     study.config["comparisons"] = [[name, "grpo"] for name in names]
     text = answer(replace(study, evals=at_start(study, 0.2))).lines[0].text
     assert text.endswith("; 1 small difference, 2 not resolved.") and text.count("higher") == 2
+
+
+def test_arms_that_differ_in_another_setting_answer_no_question_about_the_method():
+    better = tuple(value + 0.3 for value in LOW)
+    slow = {"grpo": {"optim": {"learning_rate": 1e-6}}}
+    study = study_of({"grpo": LOW, "grpo_replay": better, "gspo": better}, slow)
+    study.config["comparisons"] = [["grpo_replay", "grpo"], ["gspo", "grpo"]]
+    lines = answer(replace(study, evals=at_start(study, 0.2))).lines
+    assert lines[0].answer == "2 of 2 comparisons told apart" and not any("replay" in line.question for line in lines)

@@ -79,6 +79,11 @@ def test_trying_the_example_leaves_its_folder_to_the_study(tmp_path, monkeypatch
     assert folder == Path("runs/my_study") and folder not in [where for _, where in trials]
 
 
+def test_a_label_is_one_line():
+    study = parse_study({"name": "x", "arms": {"a": {"label": "GRPO with a\n folded label\n"}}})
+    assert study.arms["a"].label == "GRPO with a folded label"
+
+
 def test_arms_whose_folders_a_mac_would_not_tell_apart_are_refused():
     data = {"name": "x", "arms": {"grpo": {}, "GRPO": {"label": "other", "optim": {"steps": 3}}}}
     with pytest.raises(ConfigError, match=r"arms\.GRPO: on a Mac its folder would be that of arm 'grpo'"):

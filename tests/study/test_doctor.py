@@ -313,8 +313,8 @@ def test_prompts_without_tokens_and_a_task_that_fails_are_found(tmp_path):
 
 
 def test_comparisons_of_too_few_seeds_are_said_before_they_are_run():
-    gspo, sapo = ({"method": {"objective": name}} for name in ("gspo", "sapo"))
-    study = {"name": "s", "arms": {"grpo": {}, "gspo": gspo, "sapo": sapo | {"seeds": [0]}}}
+    gspo, gmpo, sapo = ({"method": {"objective": name}} for name in ("gspo", "gmpo", "sapo"))
+    study = {"name": "s", "arms": {"grpo": {}, "gspo": gspo, "gmpo": gmpo, "sapo": sapo | {"seeds": [0]}}}
 
     def said(seeds, *pairs):
         return [check.found for check in check_comparisons(parse_study(study | {"seeds": seeds, "comparisons": pairs}))]
@@ -323,6 +323,8 @@ def test_comparisons_of_too_few_seeds_are_said_before_they_are_run():
     assert said([0, 1, 2, 3], ["gspo", "grpo"], ["sapo", "grpo"]) == [f"{few}: a range and no verdict"]
     assert said([*range(6)], ["gspo", "grpo"], ["sapo", "grpo"]) == [f"{enough}: a range and no verdict"]
     assert said([*range(6)], ["gspo", "grpo"]) == said([0]) == []
+    three = said([*range(6)], ["gspo", "grpo"], ["gmpo", "grpo"], ["gmpo", "gspo"])
+    assert three == ["3 declared, 6 pairs of seeds: “no difference of interest” at most"]
 
 
 def test_packages_are_held_against_their_bounds():

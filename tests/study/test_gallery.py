@@ -1,6 +1,7 @@
 """What figures of the gallery plot: means, ranges, rates and variances against the tables that they come from."""
 
 import copy
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,6 +230,13 @@ def test_final_reward_shows_every_paired_difference(data):
     assert [list(x) for x in seeds] == [pytest.approx(pair.result.differences) for pair in pairs]
     assert {line.get_xdata()[0] for line in below.lines} == {0, -0.05, 0.05}, "no difference, and those of no interest"
     assert figure.tables["differences"]["difference"].tolist() == [pair.result.difference.estimate for pair in pairs]
+
+
+def test_more_paired_differences_than_final_reward_can_show_are_in_its_table(data, monkeypatch):
+    monkeypatch.setattr(sys.modules["moe_rl.study.figures.gallery.final_reward"], "MOST_PAIRS", 3)
+    figure = final_reward(data)
+    assert len(figure.figure.axes) == 1 and len(figure.tables["differences"]) == 4
+    assert "The 4 differences between arms are in its table" in figure.caption
 
 
 def _with(data, **frames):

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -83,5 +84,9 @@ def test_declared_pairs_are_tested_by_study_and_rounding(script, tmp_path):
     assert list(found["rounding"]) == ["native"] * 3 + ["default"] * 3
     assert list(found["verdict"]) == ["lower", "not resolved", "higher"] * 2
     assert list(found["ratio"].round(1))[:3] == [0.2, pytest.approx(1.0, abs=0.2), pytest.approx(9.0, abs=1)]
+    shutil.copytree(folder, tmp_path / "dual_clip_noise_intel")
+    again = script["declared_table"](tmp_path)
+    assert list(dict.fromkeys(again["rounding"])) == ["native", "default", "intel", "intel_default"]
+    assert list(again["verdict"]) == 2 * list(found["verdict"])
     first = found.iloc[0]
     assert first["p"] == pytest.approx(2 / 2**12) and first["adjusted"] == pytest.approx(3 * first["p"])

@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 from read_studies import at_start, study_of, text_on
 
@@ -27,6 +28,11 @@ def test_replay_of_a_part_of_the_rows_is_its_own_arm_under_noise(part):
     assert ("grpo_replay", "grpo_noise") not in pairs_to_compare(study)
     assert replay_identity(study).empty
     assert "must" not in text_on(study, "Stress test")
+
+
+def test_before_the_first_rollout_row_nothing_is_compared():
+    study = study_of(dict.fromkeys(("grpo", "grpo_noise", "grpo_replay", "grpo_replay_noise"), (0.5, 0.6)))
+    assert replay_identity(replace(study, rollouts=pd.DataFrame())).empty
 
 
 def test_whole_replay_stands_in_beside_a_replay_of_a_part():

@@ -87,6 +87,9 @@ def test_components_of_a_study(folder):
     assert row["sd_residual"] == pytest.approx(0.0, abs=1e-9)
     native = run_outcomes(load(folder)).query("arm == 'grpo' and seed < 3")["final"]
     assert row["sd_seed"] == pytest.approx(native.std(ddof=1))
+    begun = load(folder)
+    begun.roundings["default"] = replace(begun, runs=tuple(replace(run, finished=False) for run in begun.runs))
+    assert component_table(begun)["what"].tolist() == component_table(load(folder))["what"].tolist()
     # it cancels in pairs
     assert table.loc["gspo_noise - grpo_noise", "sd_rounding"] == pytest.approx(0.0, abs=1e-9)
 

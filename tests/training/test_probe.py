@@ -199,3 +199,9 @@ def test_routers_that_return_their_softmax_are_measured_in_logits():
     own.part, own.ranks = SimpleNamespace(completion_mask=mask), SimpleNamespace(gather=lambda rows, _: rows)
     for found, given in zip(own._response_logits(out), out.router_logits, strict=True):
         torch.testing.assert_close(found.softmax(-1), given.flatten(0, -2))
+
+
+def test_no_response_is_probed_twice():
+    for responses, sequences in ((8, 3), (8, 8), (256, 32), (4164, 4163), (16384, 16382)):
+        probed = probe.probed_rows(responses, sequences)
+        assert len(probed.unique()) == sequences and probed[0] == 0 and probed[-1] == responses - 1

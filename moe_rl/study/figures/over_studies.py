@@ -185,7 +185,8 @@ def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...], level
     first = table[table["steps"] == table["steps"].iloc[0]].set_index("signal")["auc"]
     order = list((first - 0.5).abs().sort_values().index)
     places = np.arange(len(order))
-    drawn, panels, colours = _signal_panels(table, order, of_updates, nothing=0.5, height=0.8 + 0.17 * len(order))
+    height = 0.8 + 0.17 * max(len(order), 4)
+    drawn, panels, colours = _signal_panels(table, order, of_updates, nothing=0.5, height=height)
     for ax, rows in panels:
         ax.hlines(places, rows["auc_low"], rows["auc_high"], colors=colours, lw=3, alpha=0.35)
         ax.scatter(rows["auc"], places, c=colours, s=14, zorder=3)

@@ -41,8 +41,8 @@ def final_reward(data: StudyData) -> Drawing:
     by_arm: dict[str, dict[int, float]] = {row["arm"]: row["by_seed"] for row in table.to_dict("records")}
     finals = pd.DataFrame(by_arm).T
     runs = {(arm, seed) for arm, seeds in by_arm.items() for seed, final in seeds.items() if np.isfinite(final)}
-    pairs = [pair for pair in comparisons(data) if pair.result.n]
-    pairs = pairs if len(pairs) <= MOST_PAIRS else []
+    compared = [pair for pair in comparisons(data) if pair.result.n]
+    pairs = compared if len(compared) <= MOST_PAIRS else []
     counts = sorted({pair.result.n for pair in pairs})
     means = table.set_index("arm")["final"]
     many = len(table) > 12
@@ -65,8 +65,10 @@ def final_reward(data: StudyData) -> Drawing:
             "interval; between the dotted lines they are too small to be of interest. ▸: higher or lower by the "
             "rules of the comparison, that is resolved from 0 and not too small to be of interest."
         ]
+    elif compared:
+        said += [f"The {len(compared)} differences between arms are in its table, differences.csv."]
     frame = table.drop(columns=[name for name in table if str(name).endswith(("by_seed", "collapse_steps"))])
-    tables = {"differences": comparison_table(data)} if pairs else {}
+    tables = {"differences": comparison_table(data)} if compared else {}
     return Drawing(drawn.figure, frame, " ".join(said), interval="bar", tables=tables, runs=runs, counts=counts)
 
 
