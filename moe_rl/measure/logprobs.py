@@ -152,7 +152,7 @@ def token_logps(
     inputs |= {"use_cache": False, "return_dict": True}
 
     treatment = head_treatment(model, lm)
-    watched = partial(_order_of_routers, lm) if router_logits and lm not in _ROUTER_ORDER else nullcontext
+    watched = partial(_order_of_routers, lm) if aux_loss | router_logits and lm not in _ROUTER_ORDER else nullcontext
     if isinstance(treatment, LogitMap):
 
         def reduce(states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:

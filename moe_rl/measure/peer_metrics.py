@@ -70,7 +70,7 @@ def gap_metrics(
     ratios = ratio_metrics(d, mask)
     return {
         **{name: ratios[name] for name in names},
-        "extreme_fraction": ratios["extreme_2"] / mask.sum(),
+        "extreme_fraction": ratios["extreme_2"].double() / mask.sum(),
         "var_token": variance(d[mask].double()),
         "var_sequence": variance(sequence_log_ratio(logps, other, mask)[mask.any(1)].double()),
     }

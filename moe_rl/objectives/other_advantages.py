@@ -78,12 +78,14 @@ def process_advantages(
     check_groups(rewards.shape[0], group_size)
     step_ends = as_bool_mask(step_ends, "step_ends")
     values = at_least_float32(rewards.detach())
+    if (odd := (step_ends & ~values.isfinite()).nonzero()).numel():
+        row, token = odd[0].tolist()
+        raise ValueError(f"rewards: expected finite numbers, got {values[row, token]} at row {row}, token {token}.")
     advantages = torch.zeros_like(values)
     for start in range(0, values.shape[0], group_size):
         rows = slice(start, start + group_size)
         ends = step_ends[rows]
         steps = values[rows][ends]
-        check_finite(steps)
         if steps.numel() == 0:
             continue
         centred = centre(steps[None])[0]

@@ -58,6 +58,7 @@ def test_a_rounded_copy_has_the_dtypes_of_a_loaded_model(family, dtype, tmp_path
 def test_router_logits_are_in_the_order_of_the_sites():
     """JetMoE holds its MLP before the attention that runs first, and returns router logits in the order of running."""
     model, ids = moe("JetMoeForCausalLM"), torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(0))
-    with record_router_logits(model) as reading:
-        found = token_logps(model, ids, torch.ones_like(ids), torch.ones_like(ids), router_logits=True).router_logits
-    torch.testing.assert_close(torch.stack(found, 1).view(reading.logits.shape), reading.logits)
+    for asked in ("aux_loss", "router_logits"):  # whichever is asked first
+        with record_router_logits(model) as reading:
+            found = token_logps(model, ids, torch.ones_like(ids), torch.ones_like(ids), **{asked: True}).router_logits
+        torch.testing.assert_close(torch.stack(found, 1).view(reading.logits.shape), reading.logits)

@@ -166,6 +166,15 @@ def test_step_rewards_may_be_integers_as_rewards_may():
         accepted_advantages(double([1.0, math.nan]))
 
 
+def test_the_place_of_a_step_reward_that_is_not_finite_is_named():
+    rewards = torch.zeros(6, 3)
+    rewards[4, 2] = rewards[0, 1] = math.nan  # no step ends at the second
+    ends = torch.ones(6, 3, dtype=torch.bool)
+    ends[0, 1] = False
+    with pytest.raises(ValueError, match=r"expected finite numbers, got nan at row 4, token 2\."):
+        process_advantages(rewards, ends, 2)
+
+
 def test_decoupled_normalisation_keeps_apart_what_a_sum_collapses():
     # GRPO on the sum: (0, 1) and (0, 2) both give (-1/sqrt 2, 1/sqrt 2). Decoupled, two rewards that both
     # improve count twice: S = (-c, c) for one reward, (-2c, 2c) for two, with c = 0.5/(sqrt 0.5 + 1e-4)
