@@ -52,14 +52,15 @@ def kept_cold_start(
     """
     recipe = _recipe(tiny, start, task, seconds)
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
-    folder = root / key
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ModelError(f"cannot keep cold-started models in {root}: {error}. Choose another folder.") from error
+    folder, lock = root / key, root / f"{key}.lock"
     # A folder that exists is complete, because one rename makes it. It needs no lock, which a read-only `root` forbids.
     if not folder.exists():
-        with one_at_a_time(root / f"{key}.lock"):
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            lock.touch()
+        except OSError as error:
+            raise ModelError(f"cannot keep cold-started models in {root}: {error}. Choose another folder.") from error
+        with one_at_a_time(lock):
             if not folder.exists():
                 _make(tiny, start, task, recipe, folder, progress, seconds)
     try:

@@ -59,7 +59,8 @@ class Call:
             raise refusals.packed_batch()
         self.batch, self.length = int(given.shape[0]), int(given.shape[1])
         self.tokens: Tensor | None = ids
-        self.mask: Any = inputs.get("attention_mask")
+        mask = inputs.get("attention_mask")  # a dict: by kind of layer
+        self.mask: Any = mask.get("full_attention", next(iter(mask.values()), None)) if isinstance(mask, dict) else mask
         self.cache: Any = cache_given(inputs)
         self.caches = self.cache is not None or inputs.get("use_cache") is True  # other tokens may come later
         self.past = 0 if self.cache is None else tokens_in(self.cache)
@@ -88,11 +89,22 @@ class Call:
         """Number of tokens of the call, B·S."""
         return self.batch * self.length
 
-    def knows_mask(self) -> bool:
-        """Return whether this call has an attention mask over tokens, `[B,T]`. Masks of another form and the mask of
-        one decoded token are not looked at: padding that matters stands in the prompt."""
+    def attended(self) -> Tensor | None:
+        """Return `[B,S]` bool: tokens that the attention mask, `[B,T]` or `[B,1,S,T]`, shows to any token. None without
+        such a mask, and for one decoded token: padding that matters stands in the prompt."""
         mask = self.mask
-        return self.length > 1 and isinstance(mask, Tensor) and mask.shape == (self.batch, self.past + self.length)
+        if self.length == 1 or not isinstance(mask, Tensor):
+            return None
+        over_tokens = mask.shape == (self.batch, self.past + self.length)
+        return mask[:, self.past :] != 0 if over_tokens else self._shown_by(mask)
+
+    def _shown_by(self, mask: Tensor) -> Tensor | None:
+        """Return `attended` of a mask `[B,1,S,T]`, or of one with room behind T (a static cache); None for others."""
+        end = self.past + self.length
+        if mask.ndim != 4 or mask.shape[::2] != (self.batch, self.length) or mask.shape[3] < end:
+            return None
+        shown = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
+        return shown[:, 0, :, self.past : end].any(1)
 
     def job(self, site: int) -> Job:
         """Return the Job of a site; make one on first use."""
@@ -201,14 +213,8 @@ def _joined(chain: list[Step], unknown: tuple[int, ...]) -> tuple[Tensor, ...]:
     first, *later = chain
     if any(bool(step.changed) for step in later):
         raise RoutingError(f"{CHANGED}. `.steps` has each call by itself")
-    B = len(first.parts[0])
-    pieces, length = [], first.past
-    if first.past:
-        gaps = (
-            torch.full((B, length, *p.shape[2:]), u, device=p.device).to(p.dtype)
-            for p, u in zip(first.parts, unknown, strict=True)
-        )
-        pieces = [tuple(gaps)]
+    B, length = len(first.parts[0]), 0
+    pieces: list[tuple[Tensor, ...]] = []
     for step in chain:
         if len(step.parts[0]) != B:
             raise RoutingError(
@@ -216,6 +222,9 @@ def _joined(chain: list[Step], unknown: tuple[int, ...]) -> tuple[Tensor, ...]:
             )
         if step.past < length:  # the cache was cropped since then (speculative decoding)
             pieces = [tuple(torch.cat(part, dim=1)[:, : step.past] for part in zip(*pieces, strict=True))]
+        if gap := max(0, step.past - length):  # tokens that came into the cache unseen
+            fills = zip(first.parts, unknown, strict=True)
+            pieces.append(tuple(torch.full((B, gap, *p.shape[2:]), u, device=p.device).to(p.dtype) for p, u in fills))
         pieces.append(step.parts)
         length = step.past + step.parts[0].shape[1]
     return tuple(torch.cat(part, dim=1) for part in zip(*pieces, strict=True))
@@ -277,8 +286,8 @@ def tokens_of(call: Call, like: Tensor) -> Tensor:
     are encoded as by `packing.hide`."""
     if call.tokens is None:
         return torch.full((call.batch, call.length), -1, dtype=torch.int32, device=like.device)
-    tokens = call.tokens.to(like.device, torch.int32, copy=True)
-    return hide(tokens, call.mask[:, call.past :].to(like.device) != 0) if call.knows_mask() else tokens
+    tokens, shown = call.tokens.to(like.device, torch.int32, copy=True), call.attended()
+    return tokens if shown is None else hide(tokens, shown.to(like.device))
 
 
 def one_width(routers: Routers) -> None:

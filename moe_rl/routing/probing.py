@@ -21,7 +21,7 @@ from moe_rl.routing.hooks import Tap
 from moe_rl.routing.selection import FILL, LINEAR, MAX, TOPK, Job
 
 _SEEDED = ContextVar("seeded", default=False)  # whether `forward` seeds the random numbers
-_ONE_AT_A_TIME = threading.RLock()  # held while random states are read or seeded
+_ONE_AT_A_TIME = threading.RLock()  # held while the state of the process is read or changed
 
 
 def refused(tap: Tap, index: int, why: str) -> UnsupportedModelError:
@@ -158,6 +158,7 @@ def quiet(tap: Tap) -> Iterator[None]:
     held = [(module, dict(module._buffers), _numbers(module)) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     with ExitStack() as stack:
+        stack.enter_context(_ONE_AT_A_TIME)  # what follows is of the whole process
         stack.enter_context(torch.no_grad())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")

@@ -136,7 +136,7 @@ class Replay(Listener):
         forced = (packed != self._sentinel).any(-1).any(0)
         known, now = shown(tokens), shown(given)
         wrong = (known != now) & (known >= 0) & forced
-        knows = call.mask is None or call.knows_mask()
+        knows = call.mask is None or call.attended() is not None
         bare = self._bare(tokens, given, call.past) if knows else torch.zeros_like(wrong)
         if torch.compiler.is_compiling():  # nothing waits for it here: `_refuse_others` reads it
             self._others = self._others + torch.stack([wrong.sum(), bare.sum()])

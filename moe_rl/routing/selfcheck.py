@@ -9,6 +9,7 @@ put back.
 """
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -71,10 +72,33 @@ def _learn(tap: Tap, plain: Tensor) -> list[Selector]:
         seen = watch(tap, depths, *_PLAIN)
     probes = [replace(_deduce(tap, i, s, math.prod(_PLAIN)), depth=depths[i]) for i, s in enumerate(seen)]
     tap.probes = probes
+    _check_tables(tap, depths, seen)
     own = [s.ranked[p.selection][2] if s.ranked else _output_ids(s, p) for s, p in zip(seen, probes, strict=True)]
     _same_output(tap, plain, own, *_PLAIN)
     _force_others(tap, probes, length=max(8, *(math.ceil(p.num_experts / p.k) for p in probes)))
     return probes
+
+
+def _check_tables(tap: Tap, depths: list[int], seen: list[Seen]) -> None:
+    """Raise UnsupportedModelError if the experts of a fixed site are no table over token ids, since they move when the
+    hidden states that the site is given change their sign."""
+    fixed = [index for index, site in enumerate(tap.sites) if site.fixed]
+    with ExitStack() as stack:
+        for module in (module for index in fixed for module in tap.sites[index].modules):
+            stack.callback(module.register_forward_pre_hook(_negated, with_kwargs=True).remove)
+        other = watch(tap, depths, *_PLAIN) if fixed else seen
+    for index in fixed:
+        if not torch.equal(*(_output_ids(run[index], tap.probes[index]) for run in (seen, other))):
+            raise refused(tap, index, "selects experts without torch.topk, and not by a table over token ids")
+
+
+def _negated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return arguments of a module with the sign of floating tensors changed; a forward pre-hook."""
+
+    def other(value: Any) -> Any:
+        return -value if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tuple(map(other, args)), {name: other(value) for name, value in kwargs.items()}
 
 
 def _by_max(module: nn.Module) -> bool:

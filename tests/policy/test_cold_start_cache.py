@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -183,6 +184,10 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match=f"cannot keep cold-started models in {tmp_path}/file: .*another folder"):
         load_policy(CONFIG, TASK, tmp_path / "file")
+    with monkeypatch.context() as read_only:
+        read_only.setattr("pathlib.Path.touch", Mock(side_effect=PermissionError(13, "Permission denied")))
+        with pytest.raises(ModelError, match=r"cannot keep cold-started models in .*Permission denied"):
+            load_policy(CONFIG, TASK, tmp_path / "there")
 
     def full(*_):
         raise OSError(28, "No space left on device")
