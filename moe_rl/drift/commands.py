@@ -51,8 +51,8 @@ def drift(arguments: list[str]) -> None:
     paths = chosen(options.checkpoints)
     options = replace(options, checkpoints=tuple(paths))
     if len(paths) == 2:
-        sampled = "the responses sampled so far (samples.jsonl) and " if options.sample else ""
-        kept = f"nothing was written but OUTPUT.partial, which has {sampled}numbers once all are measured (drift.json)"
+        sampled = "the responses sampled so far (samples.jsonl) or " if options.sample else ""
+        kept = f"OUTPUT.partial, if it is there, has {sampled}all numbers (drift.json); nothing else was written"
         with ending(kept, always=True):
             folder = run_drift(options)
         say(folder)

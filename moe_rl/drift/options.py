@@ -31,8 +31,9 @@ class DriftOptions:
     replaced."""
     sample: int | None = None
     """Have OLD, of a series the first, write so many responses to each prompt, and measure these instead: then ratios
-    and k3 are those of RL, which samples from the old policy. Completions in the file are not used; a text is taken
-    whole as the prompt. Responses are written to samples.jsonl, which --prompts takes again."""
+    and k3 are those of RL, which samples from the old policy. Completions in the file are not used; a text
+    without a prompt is taken whole as the prompt. Responses are written to samples.jsonl, which --prompts takes
+    again."""
     max_new_tokens: int = 256
     """Longest response, with --sample."""
     temperature: float = 1.0

@@ -28,6 +28,9 @@ from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.saving import StudyFigure, save_figure
 from moe_rl.study.words import by_topic, count
 
+ROUNDING = 1e-11
+"""Variance of log-ratios that float32 makes of equal ones (differences of some 1e-6 nats), nats²."""
+
 
 def draw(
     sums: Sums,
@@ -52,7 +55,7 @@ def draw(
         figures_of.load_by_expert(tables["experts"], note),
     ]
     rows = {name: np.nan if value is None else value for name, value in results["decomposition"].items()}
-    if rows["token_variance"]:  # without variance there is nothing to take apart
+    if rows["token_variance"] > ROUNDING:  # without variance there is nothing to take apart
         drawn.append(figures_of.log_ratios(sums.tails(), sums.variance_by_flips(), note))
         drawn.append(figures_of.decomposition(rows, note))
         if "token_var_alone" in sites:
@@ -88,8 +91,10 @@ def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
     natural, replayed = parts["token_variance"], parts["token_var_weight"]
     if natural is None:
         return [*found, ("Log-ratio", "One token alone has no variance: nothing can be said of it.")]
-    if not natural:
-        text = "Natural and replayed log-ratios do not vary: the two checkpoints say the same of this text."
+    if natural <= ROUNDING:
+        text = "Natural log-ratios do not vary beyond rounding: the two checkpoints say the same of this text."
+        if replayed > ROUNDING:
+            text += " Under replay they do: are experts numbered otherwise in one of the two?"
         return [*found, ("Log-ratio", text)]
     sequence, weight_mean = parts["sequence_variance"], parts["sequence_var_weight"]
     found.append(

@@ -116,6 +116,8 @@ def _problem(row: Any) -> str | None:
         return "a completion of messages needs a prompt of messages"
     if "completion" in row and "prompt" not in row and row["messages"][-1]["role"] == "assistant":
         return "a completion after messages that end with a turn of the assistant"
+    if isinstance(row.get("completion"), list) and row["completion"][-1]["role"] != "assistant":
+        return "a completion must end with a turn of the assistant, which is what is measured"
     if kind_of(row) == "completions" and row.get("temperature", 1) != 1:
         return "a temperature beside a completion as text, which is scored at 1: it is of prompt_ids and completion_ids"
     return None

@@ -26,7 +26,7 @@ from moe_rl.drift.prompts import Text, longest
 from moe_rl.drift.samples import FILE, Load, check_sampling, to_measure
 from moe_rl.drift.sums import Sums, count
 from moe_rl.drift.words import pair_verdict
-from moe_rl.files import atomic_file, write_atomic, write_json
+from moe_rl.files import atomic_file, naming, write_atomic, write_json
 
 MAX_TOKENS = 2048
 TABLES = "sites", "experts", "positions", "floor_sites", "floor_positions"
@@ -109,8 +109,9 @@ def _counted(measured: Iterator[Measured], path: Path) -> Sums | None:
             sums, rows = count(one)
             total = sums if total is None else total + sums
             table = pa.table(rows)
-            writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd", compression_level=1)
-            writer.write_table(table)
+            with naming(path):
+                writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd", compression_level=1)
+                writer.write_table(table)
     finally:
         if writer is not None:
             writer.close()

@@ -14,6 +14,7 @@ from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import DriftOptions, check_least
 from moe_rl.drift.output import partial_of, place_of, progress
 from moe_rl.drift.prompts import Text, aligned, in_batches
+from moe_rl.files import naming
 from moe_rl.rollout.completions import UNWRITTEN, end_tokens
 from moe_rl.rollout.engine import ModelEngine, seeded_generator
 from moe_rl.rollout.engine_config import COLDEST
@@ -62,8 +63,9 @@ def to_measure(options: DriftOptions, text: Text, load: Load, folder: Path, outp
             open(folder / FILE, "w", encoding="utf-8") as file,
         ):
             for lines in _sampled(load(), text, options, size):
-                file.writelines(lines)
-                file.flush()  # so that a later error does not lose these responses
+                with naming(folder / FILE):
+                    file.writelines(lines)
+                    file.flush()  # so that a later error does not lose these responses
                 tick()
         text = Text(folder / FILE, text.known, text.max_tokens, text.batch_size)
 

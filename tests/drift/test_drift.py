@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,6 +13,7 @@ import pytest
 import torch
 from drift_models import TEXTS, build, moved, padded, save, stands_alone
 from pretended_cuda import pretended_cuda
+from transformers import AutoModelForCausalLM
 
 from moe_rl.cli import main
 from moe_rl.drift import figures, run
@@ -227,6 +229,24 @@ def test_a_checkpoint_against_itself_is_zero_everywhere_and_still_drawn(saved, p
     page = (output / "report.html").read_text()
     assert "say the same of this text" in page and page.count("<svg") == 5, "of nothing there is no decomposition"
     assert results["decomposition"]["token_share_routing"] is None, "a share of nothing is null, not NaN"
+
+
+def test_experts_that_are_only_numbered_otherwise_are_told(saved, prompts, tmp_path, undrawn):
+    old, _ = saved("qwen3_moe")
+    model = AutoModelForCausalLM.from_pretrained(old)
+    for layer in model.model.layers:
+        gate, experts = layer.mlp.gate, layer.mlp.experts
+        order = torch.arange(gate.weight.shape[0]).flip(0)
+        with torch.no_grad():
+            for weight in (gate.weight, experts.gate_up_proj, experts.down_proj):
+                weight.copy_(weight[order].clone())
+    model.save_pretrained(tmp_path / "new")
+    for path in old.glob("*token*"):
+        shutil.copy(path, tmp_path / "new")
+    output = run_drift(DriftOptions((str(old), str(tmp_path / "new")), prompts, tmp_path / "out"))
+    assert results_of(output)["change"]["slot"]["rate"] > 0.3
+    page = (output / "report.html").read_text()
+    assert "do not vary beyond rounding" in page and "are experts numbered otherwise in one of the two?" in page
 
 
 def test_one_at_a_time_gives_the_same_numbers(saved, prompts, tmp_path, undrawn):

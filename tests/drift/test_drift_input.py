@@ -273,6 +273,10 @@ def test_a_folder_of_nothing_but_a_tokenizer_serves_and_padding_that_the_model_d
         ('{"prompt": "ab", "completion": 3}\n', "line 1: completion is a int"),
         ('{"text": "ab"}\n{"text": "ab", "completion": "c"}\n', "line 2: a completion without a prompt"),
         (
+            '{"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "model", "content": "b"}]}\n',
+            "line 1: a completion must end with a turn of the assistant",
+        ),
+        (
             '{"messages": [{"role": "assistant", "content": "a"}], "completion": "c"}\n',
             "line 1: a completion after messages that end with a turn of the assistant",
         ),

@@ -108,7 +108,7 @@ def test_an_error_halfway_leaves_nothing_behind_but_samples(saved, prompts, tmp_
     monkeypatch.setattr(run, "count", lambda one: next(batches, full_disk)(one))  # the second batch fails
     options = ["--prompts", prompts, "--output", tmp_path / "out", "--batch-size", "1", "--no-per-site"]
     error = refused(capsys, "drift", old, new, *options)
-    assert "No space left" in error and "nothing was written" in error
+    assert "No space left" in error and "nothing else was written" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
     error = refused(capsys, "drift", old, new, *options, "--sample", "1", "--max-new-tokens", "2")
     assert "the responses sampled so far (samples.jsonl)" in error and "OUTPUT.partial" in error
@@ -120,7 +120,7 @@ def test_what_was_measured_outlives_an_error_of_the_figures(saved, prompts, tmp_
     whole = run_drift(DriftOptions(tuple(map(str, saved("qwen3_moe"))), prompts, tmp_path / "whole"))
     monkeypatch.setattr(run, "draw", full_disk)
     error = refused(capsys, "drift", *saved("qwen3_moe"), "--prompts", prompts, "--output", tmp_path / "out")
-    assert "nothing was written but OUTPUT.partial, which has numbers once all are measured (drift.json)" in error
+    assert "OUTPUT.partial, if it is there, has all numbers (drift.json); nothing else was written" in error
     left, tables = tmp_path / "out.partial", {path.name for path in whole.glob("*.parquet")}
     assert {path.name for path in left.iterdir()} == {"drift.json", *tables} and "tokens.parquet" in tables
     results = (json.loads((folder / "drift.json").read_text()) for folder in (left, whole))
