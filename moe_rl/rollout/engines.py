@@ -98,7 +98,7 @@ class HuggingFaceEngine(ModelEngine):
     def _round_weights(self) -> None:
         if self.config.router_format is not None:
             for weight in router_parameters(self.model):
-                if weight.ndim >= 2:
+                if weight.ndim >= 2 and len(weight) > 1:  # one row is no set of experts: ERNIE's bias on the choice
                     weight.copy_(rounded(weight, self.config.router_format))
         if self.config.weight_format is not None:
             round_layers(self.model, self.config.weight_format)

@@ -90,15 +90,18 @@ class JsonLines:
                         f"{self.path}: a tenth of the prompts is held out by a hash of their text, and of these "
                         f"{len(problems)} none is {what}. Give more prompts, or a file for task.options.held_out."
                     )
-            return parts
-        held_out = self._read(self.held_out, "held_out")
-        both = {p.prompt for p in problems} & {p.prompt for p in held_out}
-        if both:
-            raise TaskError(
-                f"{len(both)} prompts are in both {self.path} and {self.held_out}, e.g. {min(both)[:80]!r}: what is "
-                "trained on cannot be held out"
+        else:
+            parts = problems, self._read(self.held_out, "held_out")
+        # A chat of one turn may be written in two ways.
+        asked = [{p.messages or p.prompt: p.prompt for p in part} for part in parts]
+        if both := [asked[0][one] for one in asked[0].keys() & asked[1].keys()]:
+            where = (
+                f"both {self.path} and {self.held_out}" if self.held_out else f"{self.path} as prompt and as messages"
             )
-        return problems, held_out
+            raise TaskError(
+                f"{len(both)} prompts are in {where}, e.g. {min(both)[:80]!r}: what is trained on cannot be held out"
+            )
+        return parts
 
     @property
     def held_out_problems(self) -> list[Problem]:

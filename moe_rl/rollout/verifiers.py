@@ -17,7 +17,7 @@ from typing import Any
 from moe_rl.rollout.task import TaskError
 
 MINUS = "\N{MINUS SIGN}"  # the typographic minus sign, which models write, too
-NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+NUMBER = re.compile(r"(?<![\w.])[-+]?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def exact_match(answer: str, completion: str) -> bool:
@@ -35,11 +35,14 @@ def last_answer(answer: str, completion: str) -> bool:
 
     >>> last_answer("1000", r"First 7, then \boxed{1,000.0}."), last_answer("7", "5 + 2 = 7, I think.")
     (True, True)
+    >>> last_answer("18", r"So it is \boxed{\$18}"), last_answer("18", "A change of -$18")
+    (True, False)
     >>> last_answer("7", "7 or 8"), last_answer("Paris", "Is it Rome?\nParis.")
     (False, True)
     """
     completion = completion.replace(MINUS, "-")
     found = last_boxed(completion)
+    answer, found = _plain(answer), None if found is None else _plain(found)
     if found is None and number(answer) is not None:
         numbers = NUMBER.findall(completion)
         found = numbers[-1] if numbers else ""
@@ -48,6 +51,11 @@ def last_answer(answer: str, completion: str) -> bool:
         found = lines[-1] if lines else ""
     a, b = number(answer), number(found)
     return normalised(found) == normalised(answer) if a is None or b is None else a == b
+
+
+def _plain(text: str) -> str:
+    """Return a text without what LaTeX needs to write a number, a currency or a percent sign: escapes and spaces."""
+    return re.sub(r"\\([$%])", r"\1", text).replace("{,}", ",").replace(r"\!", "").replace(r"\,", "")
 
 
 def normalised(text: str) -> str:
@@ -62,7 +70,7 @@ def number(text: str) -> Decimal | None:
     if not NUMBER.fullmatch(text):
         return None
     try:
-        return Decimal(text.replace(",", ""))
+        return Decimal(text.replace(",", "").replace("$", ""))
     except InvalidOperation:
         return None
 

@@ -380,3 +380,11 @@ def test_the_file_of_an_engine_runs_once_until_it_is_another(tmp_path):
         with pytest.raises(EngineError, match="ZeroDivisionError"):
             load_object(f"{own}:Own", "kind", EngineError)
     assert said.read_text() == "run run run "
+
+
+def test_a_bias_on_the_choice_that_has_two_dimensions_is_no_router_weight():
+    model = moe("Ernie4_5_MoeForCausalLM")
+    name, bias = next((n, b) for n, b in model.named_parameters() if n.endswith("e_score_correction_bias"))
+    with torch.no_grad():
+        bias.copy_(torch.linspace(0.30, 0.37, bias.numel()).view_as(bias))
+    assert torch.equal(engine_of(model, router_format="int4", dtype="float32").model.state_dict()[name], bias)
