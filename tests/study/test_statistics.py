@@ -190,6 +190,15 @@ def test_a_family_pays_for_its_number():
     assert S.judge([]) == []
 
 
+def test_equivalence_pays_for_the_number_of_its_family_too():
+    near = S.compare_paired(arm(0.06, -0.05, 0.04, -0.03, 0.05, -0.04, 0.02, 0.01), EQUAL)
+    assert near.verdict == "no difference of interest" and 0.01 < near.p_equivalent < 0.025
+    two, four = S.judge([near] * 2), S.judge([near] * 4)
+    assert {one.verdict for one in two} == {"no difference of interest"}
+    assert {one.verdict for one in four} == {"not resolved"}
+    assert four[0].adjusted_equivalent == pytest.approx(4 * near.p_equivalent)
+
+
 def test_comparison_pairs_by_seed_and_ignores_the_rest():
     result = S.compare_paired({0: 1.0, 1: 2.0, 7: 9.0, 8: np.nan}, {0: 0.5, 1: 1.0, 8: 1.0, 9: 0.0})
     assert result.seeds == (0, 1)
