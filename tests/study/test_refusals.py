@@ -40,7 +40,7 @@ def test_two_arms_of_one_configuration():
     ("label", "message"),
     [
         ("same", r"arms\.b\.label: 'same' is the label of arm 'a' too"),
-        (" same ", r"arms\.b\.label: ' same ' is the label of arm 'a' too"),
+        (" same ", r"arms\.b\.label: 'same' is the label of arm 'a' too"),
         ("", r"arms\.b\.label: is empty"),
         (" \n", r"arms\.b\.label: is empty"),
     ],
