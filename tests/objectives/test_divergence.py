@@ -101,3 +101,40 @@ def test_a_probability_that_rounds_to_one_is_not_infinitely_far():
     # p = 1 in float32, q = 0.9999: D is capped by 1 - p >= 1e-8, about 1e-4 log 1e4; nowhere near 0.05
     out = policy_loss("dppo_kl", torch.zeros(1, 1), torch.tensor([[-1e-4]]), torch.ones(1), torch.ones(1, 1))
     assert not out.clipped.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "inside"),
+    [
+        ("grpo", 0.2, 0.4, (1.3, 0.85)),
+        ("dppo_tv", 0.1, 0.2, (1.3, 0.82)),
+        ("dppo_kl", 0.005, 0.03, (1.2, 0.92)),
+        ("gmpo", 0.2, 0.4, (1.3, 0.85)),
+        ("sequence_clip", 0.2, 0.4, (1.3, 0.85)),
+    ],
+)
+def test_each_bound_is_that_of_its_side(name, low, high, inside):
+    """Ratios within the wider bound above and the narrower one below; with the two exchanged the first is out."""
+    method = {"gate": "sequence_clip"} if name == "sequence_clip" else {}
+    objective = replace(OBJECTIVES["grpo" if method else name], clip_low=low, clip_high=high, **method)
+    q = 0.5
+    for ratio, advantage in zip(inside, (1.0, -1.0), strict=True):
+        out, _ = run(objective, [q * ratio], [q], [advantage])
+        assert not out.clipped.any(), (ratio, advantage)
+    exchanged = replace(objective, clip_low=high, clip_high=low)
+    assert run(exchanged, [q * inside[0]], [q], [1.0])[0].clipped.all()
+    beyond = 1 - 2 * (1 - inside[1])  # out of the narrow bound below, within the wide one
+    assert run(objective, [q * beyond], [q], [-1.0])[0].clipped.all()
+    assert not run(exchanged, [q * beyond], [q], [-1.0])[0].clipped.any()
+
+
+def test_the_weight_of_cispo_is_bounded_below_too():
+    objective = replace(OBJECTIVES["cispo"], clip_low=0.2, clip_high=0.4)
+    _, slope = run(objective, [0.1, 0.9], [0.5, 0.5], [1.0, 1.0])
+    assert slope == pytest.approx([-0.8 / 2, -1.4 / 2])
+
+
+def test_the_strength_of_the_quadratic_is_that_of_its_side():
+    objective = replace(OBJECTIVES["drpo"], clip_low=0.1, clip_high=0.3)
+    _, slope = run(objective, [0.6, 0.4], [0.5, 0.5], [1.0, -1.0])
+    assert slope == pytest.approx([-1.2 * (1 - 0.1 / 0.3), 0.8 * (1 - 0.1 / 0.1)])
