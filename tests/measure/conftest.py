@@ -1,4 +1,4 @@
-"""Models that compute in float64 throughout, for comparisons near its precision."""
+"""Fixtures: models that compute in float64 throughout, for comparisons near its precision; a padded text."""
 
 import pytest
 import torch
@@ -21,3 +21,15 @@ class Float64Throughout(TorchFunctionMode):
 def float64_throughout():
     with Float64Throughout():
         yield
+
+
+@pytest.fixture(scope="module")
+def text():
+    """Token ids `[5,12]` with padding on either side, their attention mask and completion mask."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 23, (5, 12), generator=generator)
+    attention = torch.ones(5, 12, dtype=torch.bool)
+    attention[1, :4] = attention[2, 9:] = False  # padding on either side
+    completion = attention.clone()
+    completion[:, :5] = False
+    return ids, attention, completion

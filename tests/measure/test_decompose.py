@@ -45,17 +45,6 @@ def moved(model, scale=0.05, seed=1):
 
 
 @pytest.fixture(scope="module")
-def text():
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, V, (5, 12), generator=generator)
-    attention = torch.ones(5, 12, dtype=torch.bool)
-    attention[1, :4] = attention[2, 9:] = False  # padding on either side
-    completion = attention.clone()
-    completion[:, :5] = False
-    return ids, attention, completion
-
-
-@pytest.fixture(scope="module")
 def pair():
     old = build()
     return old, moved(old)
