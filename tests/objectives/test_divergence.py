@@ -138,3 +138,10 @@ def test_the_strength_of_the_quadratic_is_that_of_its_side():
     objective = replace(OBJECTIVES["drpo"], clip_low=0.1, clip_high=0.3)
     _, slope = run(objective, [0.6, 0.4], [0.5, 0.5], [1.0, -1.0])
     assert slope == pytest.approx([-1.2 * (1 - 0.1 / 0.3), 0.8 * (1 - 0.1 / 0.1)])
+
+
+def test_the_mean_of_gmpo_is_of_ratios_bounded_on_their_side():
+    """`clipped` says the same of a token whatever the mean takes in its place."""
+    objective = replace(OBJECTIVES["gmpo"], clip_low=0.3, clip_high=0.5)  # log 1.5 = 0.405
+    assert run(objective, [0.6], [0.4], [1.0])[0].loss.item() == pytest.approx(-1.5)
+    assert run(objective, [0.4], [0.6], [-1.0])[0].loss.item() == pytest.approx(math.exp(-0.3))

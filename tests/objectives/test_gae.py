@@ -106,3 +106,10 @@ def test_value_loss_refuses_a_negative_clip():
     one = torch.ones(1, 1)
     with pytest.raises(ValueError, match=r"clip: expected a distance of at least 0, .*, got -0\.2"):
         value_loss(one, one, one, one, clip=-0.2)
+
+
+def test_the_decay_is_095_unless_another_is_given_and_a_clip_may_be_0():
+    r, v, mask = double([[0.0, 1.0]]), double([[0.5, 0.25]]), torch.ones(1, 2, dtype=torch.bool)
+    assert torch.equal(generalized_advantages(r, v, mask)[0], generalized_advantages(r, v, mask, 1.0, 0.95)[0])
+    held = value_loss(v, v - 1, r, mask, clip=0)  # the larger errors: (0.5 - 0)^2, and (-0.75 - 1)^2 of the old value
+    assert held.item() == pytest.approx((0.5**2 / 2 + 1.75**2 / 2) / 2)

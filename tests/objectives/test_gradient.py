@@ -112,3 +112,10 @@ def test_online_rft_is_grpo_without_punishment():
     old = double([[-1.0, -2.0], [-1.0, -1.0]])
     got = token_weights("online_rft", old, old, double([1.0, 0.0]), torch.ones(2, 2))
     torch.testing.assert_close(got.weight, double([[0.25, 0.25], [0.0, 0.0]]))
+
+
+def test_the_length_constant_divides_the_weights_too():
+    old = torch.full((2, 2), -1.0, dtype=torch.float64)
+    arguments = old + 0.1, old, torch.tensor([2.0, -1.0], dtype=torch.float64), torch.ones(2, 2)
+    plain, eighth = (token_weights(replace(OBJECTIVES["dr_grpo"], length_constant=n), *arguments) for n in (1.0, 8.0))
+    torch.testing.assert_close(8 * eighth.weight, plain.weight)

@@ -305,3 +305,11 @@ def test_a_token_without_an_advantage_is_zero_however_large_its_ratio(name):
     alone = policy_loss(name, old[1:], old[1:], double([1.0]), torch.ones(1, 1)).loss
     torch.testing.assert_close(out.loss.detach(), alone / 2)
     assert logps.grad[0] == 0 and logps.grad[1] < 0
+
+
+def test_a_sequence_that_is_clipped_has_a_finite_loss_whatever_its_tokens_are():
+    logps = torch.tensor([[100.0, 0.0]]).requires_grad_()  # e^100 is infinite in float32
+    objective = replace(OBJECTIVES["grpo"], gate="sequence_clip")
+    out = policy_loss(objective, logps, torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2))
+    out.loss.backward()
+    assert out.loss.isfinite() and logps.grad.tolist() == [[0.0, 0.0]] and bool(out.clipped.all())

@@ -103,3 +103,8 @@ def test_an_unknown_choice_names_the_nearest():
 def test_presets_cannot_be_changed_in_place():
     with pytest.raises(FrozenInstanceError):
         OBJECTIVES["grpo"].clip_low = 0.5
+
+
+def test_a_sigmoid_of_ones_own_has_the_temperatures_of_sapo():
+    one, preset = Objective(gate="sigmoid"), OBJECTIVES["sapo"]
+    assert (one.temperature_pos, one.temperature_neg) == (preset.temperature_pos, preset.temperature_neg)

@@ -388,3 +388,9 @@ def test_a_cuda_device_gives_the_same(experts):
     assert RoutedExperts.cat([there[0], there[1]]).equal(RoutedExperts.cat(here))
     assert there[0].token_hash == here[0].token_hash
     assert there[0].to_frame().equals(here[0].to_frame())
+
+
+def test_a_row_of_plain_ids_that_lacks_a_slot_has_no_route():
+    old, new = torch.tensor([[[3, -1]], [[0, 1]]]), torch.tensor([[[3, 1]], [[1, 2]]])
+    expected = {"slot": (1, 2), "site": (1, 1), "token": (1, 1)}
+    assert change_counts(old, new).levels() == change_counts(new, old).levels() == expected

@@ -293,3 +293,8 @@ def test_tokens_that_32_bits_do_not_hold_and_labels_are_refused(token):
     tokens[1, 2] = token
     with pytest.raises(RoutingError, match=rf"tokens from .*{token}.* are kept in 32 bits"):
         RoutedExperts(example().ids, SITES, 8, tokens=tokens)
+
+
+def test_a_token_that_is_not_known_is_not_attended():
+    routes = RoutedExperts(torch.zeros(1, 2, 1, 1, dtype=torch.long), ["gate"], 4, tokens=[[-1, 3]])
+    assert routes.attended.tolist() == [[False, True]]

@@ -41,3 +41,7 @@ def test_of_five_the_four_that_are_resolved_are_named():
     assert line.answer == "2 of 5 comparisons told apart, 2 told equal"
     assert line.text.count(" higher") == line.text.count("no difference of interest") == 2
     assert line.text.endswith("; 1 not resolved.")
+
+
+def test_n_is_of_the_pairs():
+    assert lines_of({"grpo": LOW, "gspo": LOW[:7]}, [["gspo", "grpo"]])[-1].answer == "n = 7"

@@ -135,7 +135,7 @@ def test_equivalence_is_two_one_sided_tests():
 def test_holm_by_hand():
     # sorted .01 .02 .03 .04 times 4 3 2 1: .04 .06 .06 .04 -> kept non-decreasing
     assert S.holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
-    assert S.holm([0.5, 0.9]).tolist() == [1.0, 1.0]
+    assert S.holm([0.6, 0.9]).tolist() == [1.0, 1.0]  # 2 · 0.6 is more than 1
     assert S.holm([]).size == 0
 
 

@@ -10,6 +10,7 @@ from moe_rl.policy.tiny import build_tiny, char_tokenizer
 from moe_rl.training import MethodConfig, OptimConfig, ProbeConfig, run
 from moe_rl.training.checkpoint import _optimizer_tensors, _restore_optimizer
 from moe_rl.training.optimizer import make_optimizer, policy_optimizer
+from moe_rl.training.other_methods import reset_reference
 
 QUIET = replace(MICRO, probe=ProbeConfig(every=0))
 
@@ -61,3 +62,15 @@ def test_a_reference_that_was_reset_is_kept(state_of, tmp_path):
     run(resumed := state_of(config, tmp_path / "broken"))
     for state, other in ((whole.reference, resumed.reference), (whole.policy, resumed.policy)):
         assert all(torch.equal(a, b) for a, b in zip(state.parameters(), other.parameters(), strict=True))
+
+
+def test_the_reference_is_reset_at_multiples_of_its_steps(state_of, tmp_path):
+    optim = replace(MICRO.optim, reference_reset_every=2)
+    state = state_of(replace(QUIET, method=MethodConfig(kl_coef=0.1), optim=optim), tmp_path)
+    own, other = next(state.policy.parameters()), next(state.reference.parameters())
+    with torch.no_grad():
+        own.add_(1.0)
+    for step, reset in ((0, False), (1, False), (2, True)):
+        state.step = step
+        reset_reference(state)
+        assert torch.equal(own, other) == reset

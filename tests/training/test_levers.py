@@ -120,6 +120,11 @@ def test_kept_rows_are_those_of_the_least_margin_by_site():
     assert torch.equal(kept_rows(margins, tokens, 0.6), kept), "1.8 of three rows are two"
     drawn = kept_rows(margins, tokens, 2 / 3, torch.Generator().manual_seed(0))
     assert drawn.sum((0, 1)).tolist() == [2, 2] and not bool(drawn[0, 3].any())
+    many = torch.zeros(1, 99, 1), torch.ones(1, 99, dtype=torch.bool), 0.5
+    again, other = (kept_rows(*many, torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    assert torch.equal(kept_rows(*many, torch.Generator().manual_seed(0)), again) and not torch.equal(again, other)
+    fixed = torch.tensor([[[torch.nan], [0.3]]])
+    assert kept_rows(fixed, tokens[:, :2], 0.5).flatten().tolist() == [False, True], "without a choice comes last"
     routes = only_rows(RoutedExperts(torch.arange(8).view(1, 4, 2, 1), ("a", "b"), 8), kept)
     assert routes.ids[0, :, :, 0].tolist() == [[-1, 1], [2, 3], [4, -1], [-1, -1]]
 

@@ -218,6 +218,7 @@ def test_a_batch_that_waited_is_scored_again(state_of, tmp_path, monkeypatch, ar
         torch.testing.assert_close(batch.rollout_logps, batch.old_logps, atol=1e-5, rtol=1e-5)
         assert torch.equal(again.advantages, batch.advantages)
         assert (again.route_scores is None) == (arm["objective"] != "rspo")
+        assert again.route_scores is None or not torch.equal(again.route_scores, batch.route_scores)
     first = [row for row in rows(tmp_path, "update") if row["update"] == 1]
     assert all(row["var_token_log_ratio"] < 1e-12 for row in first), "the ratio is to the present weights"
     if arm["objective"] == "grpo_decoupled":

@@ -178,3 +178,9 @@ def test_the_methods_page_says_which_of_them_do_not_go_with_every_replay():
     methods, kinds = re.search(r"defines them\. But for (.*?), whose responses .*?: (.*?) alone", page).groups()
     left = {"none", "R2", "R3", "PR2"} - set(re.findall(r"`(\w+)`", kinds))
     assert refused == {(objective, replay) for objective in re.findall(r"`(\w+)`", methods) for replay in left}
+
+
+def test_what_is_set_to_zero_or_to_nothing_is_set():
+    own = MethodConfig(objective="minirl", clip_low=0.0, corrections=())
+    assert overrides(own) == {"clip_low": 0.0, "corrections": ()}
+    assert resolve_method(RunConfig(method=own), 5).objective.corrections == ()

@@ -115,6 +115,8 @@ def test_advantages_and_returns_of_a_value_that_knows_nothing(policy, batch):
     _, returns, metrics = critic.advantages(torch.full((4,), 0.7), values, mask)
     assert 0 < float((returns[mask] - 0.7).abs().max()) < 1e-6, "the same return, but for rounding,"
     assert metrics["explained_variance"].isnan(), "of which a value explains nothing: -1e11"
+    whitened = critic_of(policy, lam=1.0).advantages(rewards, batch.values, mask)[0][mask]
+    assert float(whitened.mean()) == pytest.approx(0, abs=1e-6) and float(whitened.std()) == pytest.approx(1)
     critic = critic_of(policy, lam=0.5, whiten=False)
     advantages, _, _ = critic.advantages(rewards, batch.values, batch.completion_mask)
     assert advantages[0, 4:].tolist() == [0.125, 0.25, 0.5, 1.0]
