@@ -10,7 +10,6 @@ from sweeps import sweep
 
 from moe_rl.measure.catalogue import HEADS
 from moe_rl.measure.logprobs import token_logps
-from moe_rl.rollout import seeded_random
 from moe_rl.rollout.engine import seeded_generator
 from moe_rl.routing import record_routes
 from moe_rl.study.run import run_one
@@ -27,10 +26,8 @@ from moe_rl.training import (
 from moe_rl.training.batch import micro_batches
 from moe_rl.training.checkpoint import save_checkpoint
 from moe_rl.training.incidents import NotFiniteError
-from moe_rl.training.loop import collect_batch, evaluate, responses, update_policy
+from moe_rl.training.loop import collect_batch, evaluate, update_policy
 from moe_rl.training.other_methods import rescored
-from moe_rl.training.score import score_rollout
-from moe_rl.training.scorers import Margins, RouterScores
 
 
 def method(**changes):
@@ -378,24 +375,3 @@ def test_plain_grpo_asks_nobody_but_the_old_policy(state_of, tmp_path):
     more = replace(MICRO, method=MethodConfig(objective="rspo", replay="R3", kl_coef=0.1))
     asked = [type(scorer).__name__ for scorer in state_of(more, tmp_path / "more").scorers]
     assert asked == ["EngineRoutes", "Reference"], "RSPO's scores are read in the pass under the engine's routes"
-
-
-def test_scoring_in_micro_batches_says_what_scoring_at_once_does(state_of, tmp_path, monkeypatch):
-    """Of tokens; what stands on padding is nobody's, and routes of padding that was left out are -1."""
-    long = replace(MICRO.rollout, max_new_tokens=20)
-    state = state_of(replace(MICRO, rollout=long), tmp_path)
-    rollout = responses(state, seeded_random(0, "prompts"), state.generator("sample"))
-    options = {"temperature": 1.0, "scorers": (RouterScores(), Margins())}
-    whole, parts = (score_rollout(rollout, state.policy, state.ranks, **options, batch_size=n) for n in (None, 3))
-    mask = rollout.attention_mask.bool()
-    torch.testing.assert_close(parts.logps, whole.logps, rtol=1e-4, atol=1e-5)
-    for name in ("margins", "route_scores"):
-        torch.testing.assert_close(getattr(parts, name)[mask], getattr(whole, name)[mask], rtol=1e-4, atol=1e-5)
-    assert torch.equal(parts.routes.ids[mask], whole.routes.ids[mask]) and bool((parts.routes.ids[mask] >= 0).all())
-    assert bool((parts.routes.ids[~mask] == -1).any()) and not bool((whole.routes.ids == -1).any())
-    assert torch.equal(parts.routes.tokens, whole.routes.tokens)
-    sizes = []
-    state.policy.register_forward_pre_hook(lambda _, __, given: sizes.append(len(given["input_ids"])), with_kwargs=True)
-    monkeypatch.setattr("moe_rl.training.score.SCORING_BATCH", 5)
-    score_rollout(rollout, state.policy, state.ranks, temperature=1.0)
-    assert sizes == [5, 5, 5, 1], "of more than a pass holds, unless a setting says otherwise"

@@ -30,7 +30,6 @@ from moe_rl.training import (
     run,
     validate,
 )
-from moe_rl.training.dpo import pairs_of
 from moe_rl.training.loop import advantages_of, collect_batch, responses
 from moe_rl.training.optimizer import memory_metrics
 from moe_rl.training.score import score_rollout
@@ -357,13 +356,6 @@ def test_dpo_takes_the_best_and_the_worst_of_each_group(state_of, tmp_path):
     assert len(batch) == 8 and bool((better >= worse).all()) and bool((better > worse).any())
     assert torch.equal(batch.advantages[0::2], (better > worse).float())
     assert torch.equal(batch.advantages[0::2], -batch.advantages[1::2])
-
-
-def test_a_learned_reward_chooses_the_pairs_where_there_is_one(state_of, tmp_path):
-    batch = collect_batch(state_of(config_of("grpo"), tmp_path))
-    pairs = pairs_of(batch, 4, torch.arange(16.0))  # the last of each group is the best, the first the worst
-    assert torch.equal(pairs.input_ids, batch.input_ids[[3, 0, 7, 4, 11, 8, 15, 12]])
-    assert pairs.advantages.tolist() == [1.0, -1.0] * 4
 
 
 def test_dpo_pairs_stay_together_in_micro_batches(state_of, tmp_path):

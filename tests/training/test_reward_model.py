@@ -13,7 +13,7 @@ from moe_rl.rollout.character_tasks import ModChain
 from moe_rl.routing import RoutedExperts
 from moe_rl.training import OptimConfig, ProbeConfig, RewardConfig, run
 from moe_rl.training.batch import Batch
-from moe_rl.training.dpo import best_and_worst, pair_loss, preferences
+from moe_rl.training.dpo import best_and_worst, pair_loss, pairs_of, preferences
 from moe_rl.training.loop import collect_batch, responses
 from moe_rl.training.other_methods import retrain_reward_model
 from moe_rl.training.ranks import Ranks
@@ -203,3 +203,10 @@ def test_dpo_weighs_every_token_by_its_coefficient(beta):
     expected = torch.tensor([[0.0, -weight, -weight], [0.0, weight, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     torch.testing.assert_close(logps.grad, expected)
     assert out.sequence_log_ratio[:2].tolist() == [-1.25, -1.5] and not out.clipped.any()
+
+
+def test_a_learned_reward_chooses_the_pairs_where_there_is_one(state_of, tmp_path):
+    batch = collect_batch(state_of(replace(MICRO, probe=ProbeConfig(every=0)), tmp_path))
+    pairs = pairs_of(batch, 4, torch.arange(16.0))  # the last of each group is the best, the first the worst
+    assert torch.equal(pairs.input_ids, batch.input_ids[[3, 0, 7, 4, 11, 8, 15, 12]])
+    assert pairs.advantages.tolist() == [1.0, -1.0] * 4

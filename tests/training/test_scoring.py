@@ -1,4 +1,6 @@
-"""Old log-probabilities and routes from decoding, one pass less: the same to rounding; refused where a pass is due."""
+"""Old log-probabilities and routes from decoding, one pass less: the same to rounding; refused where a pass is due.
+
+Scoring in micro-batches."""
 
 from dataclasses import replace
 
@@ -7,9 +9,12 @@ import torch
 from micro import MICRO, rows
 
 from moe_rl.policy.models import ModelConfig
+from moe_rl.rollout import seeded_random
 from moe_rl.routing import change_counts
 from moe_rl.training import MethodConfig, ProbeConfig, RolloutConfig, run, validate
-from moe_rl.training.loop import collect_batch
+from moe_rl.training.loop import collect_batch, responses
+from moe_rl.training.score import score_rollout
+from moe_rl.training.scorers import Margins, RouterScores
 
 QUIET = replace(MICRO, probe=ProbeConfig(every=0), method=MethodConfig(replay="R2"))
 
@@ -74,3 +79,24 @@ def test_probed_steps_make_the_pass_and_compare(state_of, tmp_path, lag):
 def test_what_needs_a_pass_is_refused(config, message):
     with pytest.raises(ValueError, match=f"rollout.scoring: decoding does not go with this {message}"):
         validate(config)
+
+
+def test_scoring_in_micro_batches_says_what_scoring_at_once_does(state_of, tmp_path, monkeypatch):
+    """Of tokens; what stands on padding is nobody's, and routes of padding that was left out are -1."""
+    long = replace(MICRO.rollout, max_new_tokens=20)
+    state = state_of(replace(MICRO, rollout=long), tmp_path)
+    rollout = responses(state, seeded_random(0, "prompts"), state.generator("sample"))
+    options = {"temperature": 1.0, "scorers": (RouterScores(), Margins())}
+    whole, parts = (score_rollout(rollout, state.policy, state.ranks, **options, batch_size=n) for n in (None, 3))
+    mask = rollout.attention_mask.bool()
+    torch.testing.assert_close(parts.logps, whole.logps, rtol=1e-4, atol=1e-5)
+    for name in ("margins", "route_scores"):
+        torch.testing.assert_close(getattr(parts, name)[mask], getattr(whole, name)[mask], rtol=1e-4, atol=1e-5)
+    assert torch.equal(parts.routes.ids[mask], whole.routes.ids[mask]) and bool((parts.routes.ids[mask] >= 0).all())
+    assert bool((parts.routes.ids[~mask] == -1).any()) and not bool((whole.routes.ids == -1).any())
+    assert torch.equal(parts.routes.tokens, whole.routes.tokens)
+    sizes = []
+    state.policy.register_forward_pre_hook(lambda _, __, given: sizes.append(len(given["input_ids"])), with_kwargs=True)
+    monkeypatch.setattr("moe_rl.training.score.SCORING_BATCH", 5)
+    score_rollout(rollout, state.policy, state.ranks, temperature=1.0)
+    assert sizes == [5, 5, 5, 1], "of more than a pass holds, unless a setting says otherwise"
